@@ -128,7 +128,7 @@ def _init_launched(backend: str | None, comm: Any, host: str | None, is_off: boo
         store, local_rank = _meet(ranks, host or ranks.host, more["timeout"], given)
         _init(backend, local_rank, **more, store=store, rank=ranks.rank, world_size=ranks.size)
     if not is_off:
-        connection.link(_config(), comm)
+        connection.get(_config(), comm)
 
 
 def _init_kept(backend: str | None, given: dict[str, Any], timeout: datetime.timedelta) -> None:
@@ -154,7 +154,7 @@ def _init_kept(backend: str | None, given: dict[str, Any], timeout: datetime.tim
         kept_groups.init_process_group(int(os.environ.get(PRESUMED, "0")), link.size, timeout)
         return
     kept_groups.init_process_group(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
-    connection.link(_config())
+    connection.get(_config())
 
 
 def _check(backend: Any, comm: Any) -> None:
@@ -180,7 +180,7 @@ def _has_ranks_of_torchrun() -> bool:
 def _of_couriers(comm: Any) -> _Ranks:
     """Give the ranks of a communicator (None: those of the launcher), which have couriers. Collective over them."""
     config = _config()
-    couriers = connection.link(config, comm).couriers
+    couriers = connection.get(config, comm).couriers
     if comm is None:
         return _Ranks(couriers.rank, couriers.size, couriers.host, lambda text: couriers.share(text, config.timeout_s))
     here = couriers.host if comm.rank == couriers.rank else own_address(False, os.environ)  # matters on rank 0 only

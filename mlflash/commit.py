@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from .courier.records import SaveRequest, Trainer
-from .courier.state import Context, Saved, needs_room
+from .courier.state import CourierState, Saved, needs_room
 from .crash_points import reach
 from .drain.queue import DrainQueue
 from .errors import (
@@ -45,18 +45,18 @@ from .state.layout import Extents, Layout
 log = logging.getLogger("mlflash")
 
 
-class OneAhead(Exception):
+class RankSkippedSave(Exception):
     """The other ranks have not come to this save yet: this rank has left one out."""
 
 
-class MendFirst(Exception):
+class RepairFirst(Exception):
     """Some rank has damage at rest: all ranks must repair it before this save."""
 
 
 class Save:
     """One save that the courier is working on."""
 
-    def __init__(self, request: SaveRequest, trainer: Trainer, context: Context, is_restored: bool = False):
+    def __init__(self, request: SaveRequest, trainer: Trainer, context: CourierState, is_restored: bool = False):
         self.request, self.trainer = request, trainer
         self.attempt = Attempt(bytes(16), 0)  # its number, which the ranks agree on when they announce it
         leased = context.pool.leased(request.lease)
@@ -87,7 +87,7 @@ class Save:
         return self.request.plan.layout.extents
 
 
-def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda: None) -> None:
+def run(save: Save, context: CourierState, committed_now: Callable[[], None] = lambda: None) -> None:
     """Run one save to its end. Collective over the world.
 
     Args:
@@ -95,8 +95,8 @@ def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda
 
     Raises:
         SaveFailed: on all ranks; the last committed step is untouched.
-        OneAhead: the other ranks come to this save with their next one: run it once more.
-        MendFirst: on all ranks, unless it is restored: repair first, and then run it once more.
+        RankSkippedSave: the other ranks come to this save with their next one: run it once more.
+        RepairFirst: on all ranks, unless it is restored: repair first, and then run it once more.
     """
     error: MlflashError | None = None
     with save.times.of("deferred"):
@@ -139,7 +139,7 @@ def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda
         reach("commit.seen")
 
 
-def _settle(save: Save, context: Context) -> None:
+def _settle(save: Save, context: CourierState) -> None:
     """Agree on what is shared in a new structure."""
     request = save.request
     replicas = context.sharers
@@ -166,7 +166,7 @@ def _lay_out(save: Save) -> None:
     save.request.plan = save.trainer.lay_out()
 
 
-def _announce(save: Save, context: Context) -> bool:
+def _announce(save: Save, context: CourierState) -> bool:
     """Tell the other ranks; return False if some rank's structure is new and must be settled first."""
     request = save.request
     world, pool = context.world, context.pool
@@ -184,38 +184,38 @@ def _announce(save: Save, context: Context) -> bool:
     grow = any(needs_room(slot, nbytes) for slot, nbytes in demand)
     step = request.step
     settled = not request.is_unsettled or request.problem is not None
-    told = world.agree(
+    agreed = world.agree(
         all_of={"settled": settled, "drains_idle": save.drains_idle},
         any_of={"grows": grow, "skips": request.skip, "drain_asked": save.drain_asked, "damaged": context.damaged,
                 "failed": request.problem is not None},
         min_of={"low": step}, max_of={"high": step, "newest": context.generation},
     )  # fmt: skip
     save.times.announced()
-    if told.damaged and not save.is_restored:
-        raise MendFirst
-    if not told.settled:
+    if agreed.damaged and not save.is_restored:
+        raise RepairFirst
+    if not agreed.settled:
         return False
-    context.generation = 1 + told.newest
+    context.generation = 1 + agreed.newest
     save.attempt = Attempt(context.run_id, context.generation)
-    save.drains_idle, save.drain_asked = told.drains_idle, told.drain_asked
-    falls_in = told.low != told.high and _falls_in(context, step, told.low)
-    if falls_in and step > told.low:
-        raise OneAhead
-    if told.failed and not falls_in:
+    save.drains_idle, save.drain_asked = agreed.drains_idle, agreed.drain_asked
+    catches_up = agreed.low != agreed.high and _catches_up(context, step, agreed.low)
+    if catches_up and step > agreed.low:
+        raise RankSkippedSave
+    if agreed.failed and not catches_up:
         world.raise_together(request.problem)
-    if told.low != told.high:
+    if agreed.low != agreed.high:
         unlike = StepOrderError("the ranks are not saving the same step", expected="one step on all ranks",
-                                found=f"steps {told.low} to {told.high}, {step} here")  # fmt: skip
+                                found=f"steps {agreed.low} to {agreed.high}, {step} here")  # fmt: skip
         unlike.agreed = True
         raise unlike
-    save.skipped = told.skips
+    save.skipped = agreed.skips
     reach("protect.announced")
-    if told.grows and not told.skips:
+    if agreed.grows and not agreed.skips:
         context.make_room(demand, context.pool.leased(request.lease) if request.waits_for_room else [])
     return True
 
 
-def _falls_in(context: Context, step: int, low: int) -> bool:
+def _catches_up(context: CourierState, step: int, low: int) -> bool:
     """Whether a rank that left saves out catches up: ranks that are ahead stay at their step, and the others continue.
 
     An exception, such as one of a signal handler, may have kept a rank from posting some saves, and its saves would
@@ -228,10 +228,10 @@ def _falls_in(context: Context, step: int, low: int) -> bool:
     collective.
     """
     left = -1 if context.left_at is None else context.left_at
-    falls_in = context.world.all_of(step > left if step == low else low <= left)
-    if step == low or not falls_in:
+    catches_up = context.world.all_of(step > left if step == low else low <= left)
+    if step == low or not catches_up:
         context.left_at = step
-    return falls_in
+    return catches_up
 
 
 def _locally(save: Save, work: Callable[[], object]) -> None:
@@ -244,7 +244,7 @@ def _locally(save: Save, work: Callable[[], object]) -> None:
         save.request.problem = save.request.problem or SaveFailed(f"the state could not be copied: {text_of(error)}")
 
 
-def _protect(save: Save, context: Context) -> None:
+def _protect(save: Save, context: CourierState) -> None:
     world, request = context.world, save.request
     assert save.slot is not None and request.plan is not None
     looks = save.looks = ValueLooks(context, save.attempt.generation)
@@ -287,13 +287,13 @@ def _protect(save: Save, context: Context) -> None:
     context.pool.drop_spare(committed=not (is_held or (save.is_restored and context.left.unusable)))
 
 
-def _gone(save: Save, context: Context) -> list[str]:
+def _gone(save: Save, context: CourierState) -> list[str]:
     """The files of this rank's slots for a save that are in no directory any more."""
     slots = [save.slot, *_shares(save), *context.protection.kept(context.pool, save.attempt)]
     return [slot.name for slot in slots if slot is not None and slot.is_gone]
 
 
-def _record(save: Save, context: Context, slots: Iterable[Slot]) -> None:
+def _record(save: Save, context: CourierState, slots: Iterable[Slot]) -> None:
     """Write the receipt, and the verdict on the values, into slots that hold the attempt."""
     for slot in slots:
         if slot is not save.share:
@@ -321,7 +321,7 @@ def _note(save: Save, problem: MlflashError | None) -> None:
     save.request.problem = save.request.problem or problem
 
 
-def _confirm(save: Save, context: Context) -> None:
+def _confirm(save: Save, context: CourierState) -> None:
     """Seal this rank's share, if all ranks that hold it hold the same."""
     request = save.request
     replicas = context.sharers
@@ -342,7 +342,7 @@ def _confirm(save: Save, context: Context) -> None:
     reach("share.sealed")
 
 
-def _share_header(save: Save, context: Context, check: int) -> Header | None:
+def _share_header(save: Save, context: CourierState, check: int) -> Header | None:
     header = _header(save, context, check)
     plan = save.request.plan
     if header is None or plan is None or plan.sharing is None or plan.share_extents is None:
@@ -352,7 +352,7 @@ def _share_header(save: Save, context: Context, check: int) -> Header | None:
     )
 
 
-def _header(save: Save, context: Context, check: int) -> Header | None:
+def _header(save: Save, context: CourierState, check: int) -> Header | None:
     request = save.request
     with save.times.of("deferred"):
         _note(save, save.trainer.is_changed())
@@ -408,27 +408,27 @@ class PhaseTimes:
         self.took["checksums"] = max(0.0, time.perf_counter() - self._since - self.took["transfer"])
 
 
-def bring_to_end(request: SaveRequest, trainer: Trainer, context: Context, drains: DrainQueue,
-                 heal: Callable[[Slot], None], mend: Callable[[], None]) -> None:  # fmt: skip
+def bring_to_end(request: SaveRequest, trainer: Trainer, context: CourierState, drains: DrainQueue,
+                 reprotect: Callable[[Slot], None], repair: Callable[[], None]) -> None:  # fmt: skip
     """Commit what a trainer has staged, or tell it why that failed, and raise it as MlflashError on all ranks.
 
-    Collective over the world, and so are ``heal`` and ``mend``.
+    Collective over the world, and so are ``reprotect`` and ``repair``.
     """
     start, world, recorder = time.perf_counter(), context.world, context.recorder
     save = Save(request, trainer, context)
     try:
         while True:
-            if context.unhealed is not None:
-                heal(context.unhealed)
+            if context.unprotected is not None:
+                reprotect(context.unprotected)
             save.drains_idle, save.drain_asked = drains.idle, drains.asked
             try:
                 run(save, context, lambda: _committed(save, context, drains))
                 break
-            except OneAhead:
+            except RankSkippedSave:
                 world.job_number += 1
-            except MendFirst:  # afterwards no rank reports damage any more
+            except RepairFirst:  # afterwards no rank reports damage any more
                 try:
-                    mend()
+                    repair()
                 except MlflashError as error:
                     trainer.ended(error)
                     raise
@@ -438,8 +438,8 @@ def bring_to_end(request: SaveRequest, trainer: Trainer, context: Context, drain
         if save.due is not None and certify(context, save.due):
             drains.certified(save.due.attempt)
         replicas = context.replicas
-        is_there = not save.skipped and not save.is_given_up  # otherwise the trainer may fill its slot again
-        if replicas is not None and is_there and save.slot is not None and request.plan is not None:
+        is_kept = not save.skipped and not save.is_given_up  # otherwise the trainer may fill its slot again
+        if replicas is not None and is_kept and save.slot is not None and request.plan is not None:
             replicas.compare(save.slot, request.plan, request.step)
     except MlflashError as error:
         recorder.failed(request.step, error)
@@ -453,10 +453,10 @@ def bring_to_end(request: SaveRequest, trainer: Trainer, context: Context, drain
         recorder.seconds["protect and commit"] += time.perf_counter() - start
 
 
-def _committed(save: Save, context: Context, drains: DrainQueue) -> None:
+def _committed(save: Save, context: CourierState, drains: DrainQueue) -> None:
     recorder = context.recorder
     if not save.is_given_up:
-        context.unhealed = None  # a newer step has full redundancy
+        context.unprotected = None  # a newer step has full redundancy
     drains.committed(save.slot, save.share, save.drain_asked, save.drains_idle)
     recorder.holds(context.pool.nbytes)
     recorder.committed(save.request.step, time.perf_counter() - save.request.begun_s, save.attempt.generation)
@@ -468,7 +468,7 @@ def _committed(save: Save, context: Context, drains: DrainQueue) -> None:
 class ValueLooks:
     """The value checks of one save on this rank."""
 
-    def __init__(self, context: Context, generation: int):
+    def __init__(self, context: CourierState, generation: int):
         self._examiner, self._generation = context.examiner, generation
         self._begun: list[Examination] = []
 
@@ -490,16 +490,16 @@ class ValueLooks:
 
     @property
     def findings(self) -> list[Finding]:
-        return [finding for one in self._begun for finding in one.findings]
+        return [finding for examination in self._begun for finding in examination.findings]
 
 
-def tell(context: Context, step: int, findings: Sequence[Finding]) -> None:
+def tell(context: CourierState, step: int, findings: Sequence[Finding]) -> None:
     """Let the recorder report what is suspect on this rank, if anything is."""
     if findings:
         context.recorder.suspect(step, in_words(findings), len({finding.tensor for finding in findings}))
 
 
-def certify(context: Context, due: Saved) -> bool:
+def certify(context: CourierState, due: Saved) -> bool:
     """Check all values of an attempt that training continued from, and certify it. Collective over the world."""
     findings = _findings_in_all(context, due)
     differed = context.replicas is not None and context.replicas.differed_at == due.step
@@ -515,7 +515,7 @@ def certify(context: Context, due: Saved) -> bool:
     return bool(agreed.good)
 
 
-def _findings_in_all(context: Context, due: Saved) -> list[Finding] | None:
+def _findings_in_all(context: CourierState, due: Saved) -> list[Finding] | None:
     own = next((slot for slot in context.pool.holding(due.attempt) if slot in context.pool.own), None)
     if own is None or own.header is None:
         return None
@@ -532,7 +532,7 @@ def _findings_in_all(context: Context, due: Saved) -> list[Finding] | None:
 
 
 def _in_slot(layout: Layout) -> Iterator[Stored]:
-    return (Stored(one, one.start, one.nbytes) for one in layout.entries if not layout.is_shared(one))
+    return (Stored(entry, entry.start, entry.nbytes) for entry in layout.entries if not layout.is_shared(entry))
 
 
 def _in_share(plan: Plan) -> Iterator[Stored]:

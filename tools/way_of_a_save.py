@@ -63,9 +63,9 @@ def train(rank: int) -> None:
     import numpy as np
 
     from mlflash import Checkpointer
-    from mlflash.courier import connection, link
+    from mlflash.courier import connection
 
-    link.ENTRY = connection.ENTRY = "way_of_a_save:run"
+    connection.ENTRY = "way_of_a_save:run"
     tally = Tally(f"trainer-{rank}")
     tally.begin()
     memory = os.environ[_OUT] + f"/node{rank}"

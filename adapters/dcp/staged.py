@@ -109,7 +109,7 @@ class Staged:
         checkpointer: gives the slot. If no slot is free now, the tensors are cloned instead.
         state_dict: nested dicts and lists of tensors.
         laid: the state dict's layout.
-        until, owned: see `Adapting.save_or_warn`.
+        until, owned: see `AdapterAPI.save_or_warn`.
 
     Attributes:
         token: its number in this process.
@@ -123,7 +123,7 @@ class Staged:
         self.token = next(_tokens)
         self._checkpointer, self._keys, self._shapes = checkpointer, laid.keys, laid.shapes
         self._room = [room.nbytes for room in laid.flat.values[:_FIRST]]
-        self.ahead: StagedState | None = checkpointer.adapting.stage_ahead(laid.flat, until, owned)
+        self.ahead: StagedState | None = checkpointer.adapting.stage_early(laid.flat, until, owned)
         if self.ahead is not None:
             self._kept = _views(self.ahead)
             # The slot becomes free when nothing refers to the state dict any more.

@@ -6,7 +6,7 @@
 
 Ranks do not wait for each other before `finish`, in which rank 0 waits for the commit. `dcp.save` tells all ranks what
 failed before that. By then other ranks may have posted the save, and this one has not. In that case it posts a failure
-with its next collective call (see `Adapting.begin`), so that the queues of all ranks match.
+with its next collective call (see `AdapterAPI.begin`), so that the queues of all ranks match.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class MemoryWriter(StorageWriter):
     Attributes:
         enabled: whether it writes anything.
         until: you may change it between saves.
-        owned: gives more tensors that change only in those steps, see `Adapting.save_or_warn`.
+        owned: gives more tensors that change only in those steps, see `AdapterAPI.save_or_warn`.
     """
 
     enabled = True
@@ -210,7 +210,7 @@ class MemoryWriter(StorageWriter):
 
     def stage(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Copy a state dict into a slot. You may change the state dict when this returns."""
-        self._here.adapting.end_begun()
+        self._here.adapting.end_reservations()
         laid = self._layouts.lay_out(state_dict, self._room)
         staged = Staged(self._here, state_dict, laid, self.until, self.owned)
         self._staged[staged.token] = staged
@@ -277,7 +277,7 @@ class MemoryWriter(StorageWriter):
         self._room = (max(self._room[0], len(index)), max(self._room[1], len(blob)))
         if staged is None:
             live = flat_of(written.chunks, index, blob)
-            ahead = self._here.adapting.stage_ahead(live)
+            ahead = self._here.adapting.stage_early(live)
             # Clones: this rank may hear of a failure and train on before there is room and the tensors are copied.
             return ahead or flat_of(map(cloned, written.chunks), index, blob)
         if staged.ahead is not None and staged.ahead.write(0, index) and staged.ahead.write(1, blob):

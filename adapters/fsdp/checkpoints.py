@@ -399,7 +399,7 @@ def _save_in_memory(state_dict: Any, member: Member, step: int | None, *others: 
     try:
         return _save(state_dict, member.writer, step, *others)
     finally:
-        member.checkpointer.adapting.end_begun()  # if it failed on this rank only: this thread continues
+        member.checkpointer.adapting.end_reservations()  # if it failed on this rank only: this thread continues
 
 
 def _save(state_dict: Any, writer: StorageWriter, step: int | None, group: Group, coordinator: int, is_first: bool

@@ -18,7 +18,7 @@ from .. import intervals
 from ..replacing import replaced
 
 Together = Callable[[Callable[[], Any]], Any]
-"""`Adapting.load_together` for a step."""
+"""`AdapterAPI.load_together` for a step."""
 _RESTORES = ("restore_model", "restore_datamodule", "restore_callbacks", "restore_training_state")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mlflash import Checkpointer
-from mlflash.checkpointer import unclosed
+from mlflash.checkpointer import process_end
 
 log = logging.getLogger("mlflash")
 
@@ -84,7 +84,7 @@ class MemoryOnly:
     def __init__(self, checkpointer: Checkpointer):
         self._adapting = checkpointer.adapting
         self._iteration, self._directory, self._is_first = 0, "", True
-        unclosed.add(self, MemoryOnly.end, lambda parent: None)
+        process_end.add(self, MemoryOnly.end, lambda parent: None)
 
     def saved(self, iteration: int, directory: str | os.PathLike[str] | None) -> None:
         """Note an iteration that was committed, and Megatron's directory of persistent checkpoints. Not collective."""
@@ -97,7 +97,7 @@ class MemoryOnly:
         Args:
             state: "failed" if an exception ends the training. Then nothing is logged, because it will continue.
         """
-        unclosed.discard(self)
+        process_end.discard(self)
         iteration, self._iteration = self._iteration, 0
         if state != "ended" or not self._is_first:
             return

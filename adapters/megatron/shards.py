@@ -59,7 +59,7 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
         enabled: False: nothing is saved and every save succeeds, as if the Checkpointer were off.
 
     Attributes:
-        owned: gives more tensors that change only in a step, after the optimizer's own, see `Adapting.save_or_warn`.
+        owned: gives more tensors that change only in a step, after the optimizer's own, see `AdapterAPI.save_or_warn`.
         committed: is called with the step, on a thread, when a save was committed.
 
     Example:

@@ -15,7 +15,7 @@ from accelerate.utils import DeepSpeedSchedulerWrapper
 from transformers.trainer import _is_peft_model
 
 from mlflash import Checkpointer
-from mlflash.checkpointer.adapter_api import Adapting
+from mlflash.checkpointer.adapter_api import AdapterAPI
 
 from ..deepspeed.files import EngineState, optimizers_of, owned_by, part_of, steps_once_staged
 from ..replacing import replaced
@@ -39,7 +39,7 @@ class StateOfEngine(State):
             return {}
         return {"replicated": {part_of("engine", "module"): True}}
 
-    def save(self, adapting: Adapting, step: int) -> None:
+    def save(self, adapting: AdapterAPI, step: int) -> None:
         engine = self._trainer.model_wrapped
         self._step.close()
         self._step = steps_once_staged(engine, adapting.wait_staged)

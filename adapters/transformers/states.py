@@ -22,7 +22,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils import is_sagemaker_mp_enabled
 
 from mlflash import Checkpointer, rng
-from mlflash.checkpointer.adapter_api import Adapting
+from mlflash.checkpointer.adapter_api import AdapterAPI
 from mlflash.errors import ConfigError, StateError
 
 from ..fsdp.states import init_optim_state
@@ -148,8 +148,8 @@ class State:
     def _is_sharded(self) -> bool:
         return any(isinstance(param, DTensor) for param in self._trainer.model.parameters())
 
-    def save(self, adapting: Adapting, step: int) -> None:
-        """Save a step. Collective over all ranks, see `Adapting.save_or_warn`."""
+    def save(self, adapting: AdapterAPI, step: int) -> None:
+        """Save a step. Collective over all ranks, see `AdapterAPI.save_or_warn`."""
         optimizer = self._trainer.optimizer
         own = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
         adapting.save_or_warn(step, self, [own])

@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..config import Config
-from ..courier.client import one_unit
+from ..courier.client import TrainerContext, restart_scope
 from ..courier.ranks import Ranks
 from ..courier.wanted_parts import WantedPart
 from ..drain.drain import Drains
@@ -139,17 +138,14 @@ def _without_checksums() -> Iterator[bool]:
         serialization.set_crc32_options(True)
 
 
-class Adapting:
+class AdapterAPI:
     """The methods of a Checkpointer that adapters use: `Checkpointer.adapting`."""
 
-    def __init__(self, ranks: Ranks, saves: SaveQueue, restores: Restores, drains: Drains, config: Config,
+    def __init__(self, trainer: TrainerContext, saves: SaveQueue, restores: Restores, drains: Drains,
                  check_open: Callable[[], None]):  # fmt: skip
         self._saves, self._restores, self._drains, self._check_open = saves, restores, drains, check_open
-        self.ranks, self._strict, self._config = ranks, config.strict, config
-        self._loading = Loading(ranks, saves)
-
-    def _unit(self) -> contextlib.AbstractContextManager[None]:
-        return self.ranks.unit()
+        self.ranks, self._courier, self._config = trainer.ranks, trainer.courier, trainer.config
+        self._loading = Loading(trainer.ranks, saves)
 
     def own_files(self) -> OwnFiles:
         """Make what writes a framework's own checkpoints to memory and then to disk. Collective over comm."""
@@ -159,7 +155,7 @@ class Adapting:
             lambda: BackgroundFiles(where.memory, where.job, run, rank, size, where.drain_rate / size),
             lambda text: StateError(f"checkpoints cannot be moved to disk in the background: {text}"),
         )
-        return OwnFiles(files, self.ranks, self._strict)
+        return OwnFiles(files, self.ranks, self._config.strict)
 
     def seen_by_first(self, look: Callable[[], Any]) -> Any:
         """Let rank 0 read what other ranks might see in another state, such as files, and send it to all of them.
@@ -176,14 +172,14 @@ class Adapting:
                 seen = look()
             except Exception as error:  # other ranks must not wait for this one
                 problem = error
-        found, why = self.ranks.broadcast((seen, problem and repr(problem)), 0)
+        seen, why = self.ranks.broadcast((seen, problem and repr(problem)), 0)
         if problem is not None:
             raise problem
         if why is not None:
             raise StateError(f"rank 0 could not read what all ranks need to know: {why}", rank=0)
-        return found
+        return seen
 
-    @one_unit
+    @restart_scope
     def save_or_warn(
         self, step: int, state: Any, until: Sequence[Any] | str = (), owned: Callable[[], Iterable[Any]] = lambda: ()
     ) -> Snapshot | None:
@@ -207,11 +203,11 @@ class Adapting:
         try:
             return self.save(step, state, until, owned)
         except (StateError, StepOrderError):  # the job was posted nevertheless, and reports the error
-            if self._strict:
+            if self._config.strict:
                 raise
             return None
 
-    @one_unit
+    @restart_scope
     def save(
         self, step: int, state: Any, until: Sequence[Any] | str = (), owned: Callable[[], Iterable[Any]] = lambda: ()
     ) -> Snapshot:
@@ -235,7 +231,7 @@ class Adapting:
         """
         self._saves.lazy.steps.hold_back()
 
-    @one_unit
+    @restart_scope
     def newest_step(self, instead: object = None) -> int | None:
         """Find the newest step that can really be loaded, whichever ranks saved it: every byte of it is verified.
 
@@ -253,7 +249,7 @@ class Adapting:
         self._check_open()
         return self._or_instead(self._restores.newest_step, instead)
 
-    @one_unit
+    @restart_scope
     def newest_alike(self, instead: object = None) -> int | None:
         """Find the largest step that the number of ranks that saved it can really load. Collective over comm."""
         self._check_open()
@@ -294,29 +290,29 @@ class Adapting:
         self._check_open()
         return self._saves.begin(step, thread)
 
-    def end_begun(self) -> None:
+    def end_reservations(self) -> None:
         """Fail the saves that were begun by this thread or by dead threads, if these have not come back to them."""
         self._check_open()
-        self._saves.begun.end()
+        self._saves.reservations.end()
 
-    @one_unit
-    def save_again(self, state: Flat | StagedState | MlflashError, begun: ReservedSave) -> Snapshot:
+    @restart_scope
+    def save_again(self, state: Flat | StagedState | MlflashError, reservation: ReservedSave) -> Snapshot:
         """Save leaves that an adapter made, as :meth:`.Checkpointer.save` does, as the step that was begun.
 
         Collective over comm, but a rank may leave it out: then the save fails on the others as soon as that rank
         continues.
 
         Args:
-            state: leaves, which must not change before the snapshot has ended; or what :meth:`stage_ahead` returned; or
+            state: leaves, which must not change before the snapshot has ended; or what :meth:`stage_early` returned; or
                 the reason why this rank cannot save, and then no rank does.
 
         Raises:
             SaveFailed: its thread had already ended.
         """
         self._check_open()
-        return self._saves.save_again(state, begun)
+        return self._saves.save_again(state, reservation)
 
-    def stage_ahead(
+    def stage_early(
         self, state: Flat, until: Sequence[Any] | str = (), owned: Callable[[], Iterable[Any]] = lambda: ()
     ) -> StagedState | None:
         """Copy leaves into a slot before their step is known, for :meth:`save_again`.
@@ -325,14 +321,14 @@ class Adapting:
 
         Returns:
             What was staged. None if this would need other ranks: the first time, if the state has grown, or if
-            something is already staged ahead.
+            something is already staged early.
         """
         self._check_open()
-        return self._saves.stage_ahead(state, self._saves.lazy.until(until, owned))
+        return self._saves.stage_early(state, self._saves.lazy.until(until, owned))
 
-    def give_up(self, ahead: StagedState) -> None:
-        """Free the slot of a state that was staged ahead and will not be saved. Not collective."""
-        self._saves.staged_states.give_up(ahead)
+    def give_up(self, early: StagedState) -> None:
+        """Free the slot of a state that was staged early and will not be saved. Not collective."""
+        self._saves.staged_states.give_up(early)
 
     def ask_drain(self) -> None:
         """Ask for a drain of the checkpoint that is saved next, without waiting as :meth:`.Checkpointer.drain` does.
@@ -348,7 +344,7 @@ class Adapting:
         """The step of this run's newest drain, if that has ended well. Not collective."""
         return self._drains.drained
 
-    @one_unit
+    @restart_scope
     def open(
         self, step: int | None = None, told: Collection[str] = (), source: str | None = None
     ) -> OpenCheckpoint | None:
@@ -371,7 +367,7 @@ class Adapting:
         self._check_open()
         return self._restores.open(step, told, source)
 
-    @one_unit
+    @restart_scope
     def load_together(self, step: int, work: Callable[[], T], anew: bool = False) -> T:
         """Let a framework load what was restored or read into its objects: on all ranks, or on none.
 
@@ -400,7 +396,7 @@ class Adapting:
         """Note that the whole state was loaded from something else: after a failed load, it may be saved again."""
         self._saves.undefined = ""
 
-    @one_unit
+    @restart_scope
     def read(
         self,
         opened: OpenCheckpoint,

@@ -15,18 +15,27 @@ from types import TracebackType
 from typing import Any
 
 from .. import config
-from ..courier.client import FORKED, Client, one_unit
-from ..courier.trainer_context import TrainerContext
+from ..config import Config
+from ..courier import connection
+from ..courier.client import FORKED, Client, TrainerContext, restart_scope
+from ..courier.loaded_versions import loaded_versions, not_run_with
+from ..courier.ranks import Ranks, check_torch_rank, replicas_of, some_ranks
+from ..courier.records import Start, Started
 from ..drain.drain import Drain, Drains
 from ..errors import Closed, MlflashError, StepNotFound
+from ..memory.copy_threads import CopyThreads
 from ..memory.inventory import WantedStep
-from ..memory.node_directory import jobs_of
+from ..memory.node_directory import NodeDirectory, jobs_of
+from ..memory.own_slots import OwnSlots
 from ..restore.load import Restores
 from ..save.queue import SaveQueue
 from ..save.snapshot import Snapshot
-from . import off, uncaught, unclosed
-from .adapter_api import Adapting
-from .connect import connect
+from ..state.manifest import provenance_of
+from ..telemetry.heartbeat import RankFacts, TrainerHeartbeat, read_heartbeats
+from ..telemetry.prometheus_metrics import Metrics
+from ..telemetry.recorder import EventLog, TrainerRecorder, file_of_node
+from . import off, process_end
+from .adapter_api import AdapterAPI
 
 log = logging.getLogger("mlflash")
 
@@ -71,7 +80,7 @@ class Checkpointer:
         DeadlineExceeded: some ranks did not make their Checkpointer in time.
     """
 
-    adapting: Adapting
+    adapting: AdapterAPI
     _trainer: TrainerContext
     _courier: Client
     _drains: Drains
@@ -94,18 +103,17 @@ class Checkpointer:
         self._courier = self._drains = self._saves = self._restores = self.adapting = disabled
 
     def _start(self, comm: Any, process_group: Any, replicated: Any, domains: Any) -> None:
-        uncaught.show_briefly()
-        self._trainer, self._drains, started = connect(self._config, comm, process_group, replicated, domains)
+        process_end.show_briefly()
+        self._trainer, self._drains, started = _connect(self._config, comm, process_group, replicated, domains)
         trainer, self._courier = self._trainer, self._trainer.courier
-        uncaught.is_of_rank(trainer.ranks.rank)
+        process_end.is_of_rank(trainer.ranks.rank)
         if trainer.ranks.rank == 0:
             for name in config.unknown_variables(os.environ):
                 log.warning("the environment sets %s, which is no setting of mlflash", name)
         self._saves = SaveQueue(trainer)
         self._restores = Restores(trainer, self._saves, self._drains)
-        self.adapting = Adapting(trainer.ranks, self._saves, self._restores, self._drains, self._config,
-                                 self._check_open)  # fmt: skip
-        unclosed.add(
+        self.adapting = AdapterAPI(trainer, self._saves, self._restores, self._drains, self._check_open)
+        process_end.add(
             self, lambda me, state: me._end_alone(state, "this Checkpointer was left open"), Checkpointer._leave
         )
         try:
@@ -118,7 +126,7 @@ class Checkpointer:
 
     # Saving
 
-    @one_unit
+    @restart_scope
     def save(self, step: int, state: Any, *, until: Any = None) -> Snapshot:
         """Copy the state into this rank's slot; it is then protected and committed in the background.
 
@@ -154,7 +162,7 @@ class Checkpointer:
         self._check_open()
         self._saves.wait()
 
-    @one_unit
+    @restart_scope
     def prepare(self, state: Any) -> None:
         """Allocate the slots for a state like this one before the first save; their pages are made in the background.
 
@@ -169,7 +177,7 @@ class Checkpointer:
 
     # Restoring
 
-    @one_unit
+    @restart_scope
     def restore(
         self, state: Any, step: int | None = None, *, before: int | None = None, certified: bool = False,
         source: str | os.PathLike[str] | None = None,
@@ -205,10 +213,10 @@ class Checkpointer:
         """
         self._check_open()
         wanted = _wanted(step, before, certified)
-        found = self._restores.restore(state, wanted, None if source is None else os.fspath(source))
-        if found is None:
+        restored = self._restores.restore(state, wanted, None if source is None else os.fspath(source))
+        if restored is None:
             self._name_others()
-        return found
+        return restored
 
     def _name_others(self) -> None:
         """Warn if memory has nothing of this training, but of others of the same Slurm job. Not collective."""
@@ -219,7 +227,7 @@ class Checkpointer:
                         "one of them with other arguments, give it that name: job= or MLFLASH_JOB",
                         self._config.job, ", ".join(others))  # fmt: skip
 
-    @one_unit
+    @restart_scope
     def load(
         self, step: int | None = None, *, before: int | None = None, certified: bool = False,
         source: str | os.PathLike[str] | None = None, copy: bool = True,
@@ -337,7 +345,7 @@ class Checkpointer:
             MemoryTooSmall, SaveFailed: healing failed; what was in memory is untouched.
         """
         self._check_open()
-        step: int | None = self._courier.call("heal_newest")
+        step: int | None = self._courier.call("reprotect_newest")
         return step
 
     # Information
@@ -365,14 +373,14 @@ class Checkpointer:
         return survives
 
     def report(self) -> dict[str, Any]:
-        """Return counters, seconds per operation, placement and last drain of this rank; see `session.report_of`.
+        """Return counters, seconds per operation, placement and last drain of this rank; see `Session.report`.
 
         The entry ``courier`` says which process it is, where it runs, and how the ranks met. Not collective.
         """
         report: dict[str, Any] = self._courier.ask("report") | {"courier": self._courier.is_a}
         if self.enabled:
-            mine = self._trainer.recorder
-            report["counts"], report["seconds"] = mine.merged(report["counts"], report["seconds"])
+            recorder = self._trainer.recorder
+            report["counts"], report["seconds"] = recorder.merged(report["counts"], report["seconds"])
         return report
 
     def _check_open(self) -> None:
@@ -384,10 +392,7 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def _unit(self) -> contextlib.AbstractContextManager[None]:
-        return self._courier.unit()
-
-    @one_unit
+    @restart_scope
     def close(self) -> None:
         """Wait for the saves and drains so far, and free windows and communicators; the slots stay in memory.
 
@@ -416,7 +421,7 @@ class Checkpointer:
         self._is_ended = True
         self._closed = "this Checkpointer was closed"
         with contextlib.ExitStack() as steps:  # they run in reverse order, and each one runs even if another raises
-            steps.callback(unclosed.discard, self)
+            steps.callback(process_end.discard, self)
             steps.callback(self._trainer.memory.close)
             steps.callback(self._trainer.slots.close)
             steps.callback(self._saves.end)
@@ -473,13 +478,90 @@ def _signature() -> inspect.Signature:
     parameters = [each for each in written.parameters.values() if each.kind is not each.VAR_KEYWORD]
     settings = [
         inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-        for field in dataclasses.fields(config.Config)
+        for field in dataclasses.fields(Config)
         if field.name not in written.parameters
     ]
     return written.replace(parameters=[*parameters, *settings])
 
 
 Checkpointer.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
+
+
+# What a Checkpointer works with in its trainer
+
+
+def _connect(settings: Config, comm: Any, process_group: Any, replicated: Any, domains: Any
+             ) -> tuple[TrainerContext, Drains, Started]:  # fmt: skip
+    """Start a rank's courier, connect the ranks, and make what saving and restoring work with.
+
+    Collective, with the arguments and exceptions of `Checkpointer`.
+    """
+    shared = connection.get(settings, comm)
+    rank, size = shared.couriers.rank, shared.couriers.size
+    ranks = shared.ranks_of(comm)
+    assert ranks is not None
+    if comm is None:
+        ranks = some_ranks(process_group, rank, size) or ranks
+    courier = Client(shared, settings, ranks)
+    whole = shared.group()  # `replicated` may be a communicator of the program's MPI
+    group = None if whole is None else whole.Incl(ranks)
+    start = _start(ranks.index(rank), len(ranks), group, process_group, replicated, domains)
+    try:
+        started = courier.introduce(start)
+        memory = NodeDirectory(settings.memory, settings.job, make=False, top=started.top)
+    except BaseException:
+        courier.stop(abandon=True)
+        raise
+    trainer = _trainer(settings, courier, process_group, memory, start, started)
+    drains = Drains(courier, trainer.ranks, settings)
+    courier.attach(trainer, drains.moved, drains.lost)
+    if started.goes_on:  # a rank that had started before this one has lost its courier, and does the same
+        courier.call("protect_left")
+    if not trainer.ranks.rank:
+        log.info("courier: %s", courier.is_a)
+        if (torch := loaded_versions().get("torch")) is not None and (warning := not_run_with(torch)) is not None:
+            log.warning("%s", warning)
+    return trainer, drains, started
+
+
+def _start(rank: int, size: int, group: Any, process_group: Any, replicated: Any, domains: Any) -> Start:
+    """How this rank starts, or why it cannot."""
+    problem, replicas = None, None
+    try:
+        check_torch_rank(rank, size, process_group)
+        replicas = replicas_of(replicated, rank, size, group, process_group)
+    except MlflashError as error:
+        problem = error
+    if isinstance(domains, os.PathLike):
+        domains = os.fspath(domains)  # messages are plain data
+    return Start(problem, replicas, domains, os.urandom(8).hex())
+
+
+def _trainer(settings: Config, courier: Client, process_group: Any, memory: NodeDirectory, start: Start,
+             started: Started) -> TrainerContext:  # fmt: skip
+    """Make what saving and restoring work with."""
+    ranks = Ranks(courier, started.rank, started.topology, settings.timeout_s, process_group)
+    slots = OwnSlots(memory, started.slots, courier)
+    slots.update(started.files)
+    recorder = _recorder(settings, ranks, memory, start.name, started)
+    threads = CopyThreads(started.copy_threads)
+    provenance = provenance_of(loaded_versions(), settings.provenance)
+    return TrainerContext(settings, courier, ranks, memory, slots, threads, recorder, provenance, started.sharing)
+
+
+def _recorder(settings: Config, ranks: Ranks, memory: NodeDirectory, start: str, started: Started) -> TrainerRecorder:
+    local_rank = ranks.topology.ranks_on[ranks.node_index].index(ranks.rank)
+    run = os.environ.get("MLFLASH_RUN", "")
+    facts = RankFacts(ranks.rank, ranks.size, local_rank, ranks.node_name, run, start)
+    metrics = None
+    if settings.metrics and not local_rank:  # the first rank of each node exports those of all
+        metrics = Metrics(settings.metrics, settings.job, lambda: read_heartbeats(settings.memory, settings.job))
+    file = file_of_node(settings.log, ranks.node_index) if settings.log else None
+    events = EventLog(file, run=started.run, rank=ranks.rank, node=ranks.node_name)
+    return TrainerRecorder(ranks.rank, TrainerHeartbeat(memory, facts, settings.heartbeat), events, metrics)
+
+
+# Steps
 
 
 def _wanted(step: int | None, before: int | None, certified: bool) -> WantedStep:

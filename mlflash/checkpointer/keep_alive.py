@@ -127,9 +127,9 @@ class _Rounds:
         times.note("checkpointer")
         reach("round.open")
         if not is_first:
-            for one in registered_groups:
-                one.connect(seat, lambda what, text: self._link.share(seat.round, what, text, _MARGIN * seat.ready_s))
-                one.forget_step()
+            for group in registered_groups:
+                group.connect(seat, lambda what, text: self._link.share(seat.round, what, text, _MARGIN * seat.ready_s))
+                group.forget_step()
             times.note("groups")
             reach("round.groups")
         step = ckpt.restore(self._state)
@@ -152,8 +152,8 @@ class _Rounds:
     def _take(self, seat: Seat, times: _Times) -> None:
         """Take the rank of a seat, and connect couriers with all other ranks."""
         reach("round.seated")
-        for one in registered_groups:
-            one.take(seat.rank)
+        for group in registered_groups:
+            group.take(seat.rank)
         self._link.say({"here": seat.round})
         os.environ.update({"RANK": str(seat.rank), "WORLD_SIZE": str(seat.size)})
         meeting = Meeting(
@@ -163,7 +163,7 @@ class _Rounds:
             lambda text, timeout_s: self._link.share(seat.round, "couriers", text, timeout_s),
             check=lambda: self._link.check(seat.round),
         )
-        connection.link_anew(self._config(), meeting)
+        connection.reset(self._config(), meeting)
         meeting.check()  # an interruption a moment earlier would have found nothing to interrupt
         times.note("couriers")
         reach("round.couriers")
@@ -181,8 +181,8 @@ class _Rounds:
             if self._ckpt is not None:
                 self._ckpt.interrupt("a rank was lost: all ranks go back to the newest committed step")
             connection.interrupt(RoundOver("a rank was lost"))
-            for one in registered_groups:
-                one.drop()
+            for group in registered_groups:
+                group.drop()
 
     def _leave(self, seat: Seat) -> None:
         self._interrupt(seat.round)
@@ -212,8 +212,8 @@ def _clear(error: BaseException) -> None:
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:
-        one = todo.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            traceback.clear_frames(one.__traceback__)
-            todo += [one.__cause__, one.__context__]
+        cause = todo.pop()
+        if cause is not None and id(cause) not in seen:
+            seen.add(id(cause))
+            traceback.clear_frames(cause.__traceback__)
+            todo += [cause.__cause__, cause.__context__]

@@ -44,7 +44,7 @@ class Disabled:
     """Stands for all parts of a Checkpointer that is off: courier, saves, restores, drains, and what adapters call."""
 
     is_a, last_step = "", None
-    unit = contextlib.nullcontext
+    restart_scope = contextlib.nullcontext
 
     def __init__(self, comm: Any) -> None:
         self._rank = _rank(comm)

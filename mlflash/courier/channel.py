@@ -3,7 +3,7 @@
 A frame is its length in eight bytes and a pickle of a `Call` or a `Reply`. Both ends are processes of one user and one
 installation, and the channel is a socketpair that the courier was forked with, so a pickle is as safe as the fork.
 Which methods there are is said by the classes at both ends: `session.Session` in the courier; `client.Client`,
-`trainer_context.TrainerContext` and the trainer's part of a save (`records.Trainer`) in the trainer.
+`client.TrainerContext` and the trainer's part of a save (`records.Trainer`) in the trainer.
 
 A long tuple, such as the layout of a state, travels once: later frames refer to it. Both ends keep the last `_KEPT`.
 """
@@ -74,7 +74,7 @@ class PendingCall:
         answers: what the courier may ask in the middle of the job.
         on_late, on_refused: called when its deadline has passed; if no courier will do it.
         is_kept: whether the next courier gets it, or does it again, if this one ends.
-        unit: the unit that a job belongs to; 0: none.
+        scope: the restart scope that a job belongs to, see `Client`; 0: none.
         was_staged: whether the slots of a save were filled when its courier ended.
         sent, woken: set when the courier has it; when it has ended, or is late.
     """
@@ -85,7 +85,7 @@ class PendingCall:
         self.answers: Any = None
         self.on_late: Callable[[DeadlineExceeded], None] | None = None
         self.on_refused: Callable[[MlflashError], None] | None = None
-        self.unit = 0
+        self.scope = 0
         self.is_sent = self.was_staged = False
         self.sent, self.woken = Event(), Event()
         self.result: Any = None
@@ -122,7 +122,7 @@ class _Kept(dict[int, tuple[Any, ...]]):
     """The last long tuples that one end has sent or received, by number."""
 
     def number_of(self, value: tuple[Any, ...]) -> int | None:
-        return next((number for number, one in self.items() if one is value), None)
+        return next((number for number, kept in self.items() if kept is value), None)
 
     def keep(self, number: int, value: tuple[Any, ...]) -> None:
         self[number] = value

@@ -130,7 +130,7 @@ class EarlierRuns:
     choice: Choice | None
     whole: Choice | None  # the newest complete attempt, whatever its values are
     newest: int
-    floor: int = 0  # floor, unusable: see `Context`
+    floor: int = 0  # floor, unusable: see `CourierState`
     unusable: bool = False
     aside: set[int] = dataclasses.field(default_factory=set)  # numbers of this node's files that must not be touched
     certified: Choice | None = None

@@ -16,20 +16,23 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..config import Config
 from ..errors import Closed, DeadlineExceeded, MlflashError, SaveFailed, text_of
 from ..events import Event
-from ..memory.own_slots import SlotFile
+from ..memory.copy_threads import CopyThreads
+from ..memory.node_directory import NodeDirectory
+from ..memory.own_slots import OwnSlots, SlotFile
+from ..protect.deduplication import SharingNews, key_of
+from ..state.leaves import Leaf
+from ..telemetry.recorder import TrainerRecorder
 from ..version import __version__
 from .channel import Call, PendingCall, Reply
-from .link import CourierLink
+from .connection import Connection
+from .ranks import Ranks
 from .records import SaveRequest, Start, Started
-
-if TYPE_CHECKING:
-    from .trainer_context import TrainerContext
 
 log = logging.getLogger("mlflash")
 
@@ -44,13 +47,45 @@ _LOOK_S = 0.2
 _WATCH_S = 1.0  # time between two looks for a job that is late
 
 
+@dataclasses.dataclass
+class TrainerContext:
+    """What saving and restoring work with in the trainer."""
+
+    config: Config
+    courier: Client
+    ranks: Ranks
+    memory: NodeDirectory
+    slots: OwnSlots
+    copy_threads: CopyThreads
+    recorder: TrainerRecorder
+    provenance: Mapping[str, Any]
+    sharing: SharingNews = dataclasses.field(default_factory=SharingNews)
+    is_unprotected: bool = False  # whether the restored step does not have full redundancy yet
+
+    def is_shared(self, leaf: Leaf) -> bool:
+        """Whether the ranks have agreed that all that share hold this leaf alike."""
+        return key_of(leaf.entry) in self.sharing.agreed
+
+    def freed(self) -> None:
+        self.slots.freed()
+
+    def update(self, files: Iterable[SlotFile]) -> None:
+        self.slots.update(files)
+
+    def set_sharing(self, sharing: SharingNews) -> None:
+        self.sharing = sharing
+
+    def set_unprotected(self, is_unprotected: bool) -> None:
+        self.is_unprotected = is_unprotected
+
+
 class Client:
     """Calls methods of the session that a Checkpointer has in its courier: see `session.session.Session`.
 
-    Jobs belong to units: operations, such as a restore, that fail together if couriers are started anew in the middle
-    of them. All ranks do the same operations in the same order and number them alike. When couriers end, the jobs that
-    they were doing are lost, and each rank may have reached another job. So no rank continues a unit that any rank was
-    in: its next job would meet other jobs on the other ranks.
+    Jobs belong to restart scopes: operations, such as a restore, that fail together if couriers are started anew in the
+    middle of them. All ranks do the same operations in the same order and number them alike. When couriers end, the
+    jobs that they were doing are lost, and each rank may have reached another job. So no rank continues a scope that
+    any rank was in: its next job would meet other jobs on the other ranks.
 
     Attributes:
         late: the error of the job that has passed its deadline and still runs.
@@ -62,8 +97,8 @@ class Client:
     drain_moved: Callable[[int, Mapping[str, Any]], None]
     _drains_lost: Callable[[], None]
 
-    def __init__(self, link: CourierLink, config: Config, ranks: tuple[int, ...]):
-        self._link, self._config, self.number = link, config, link.number()
+    def __init__(self, connection: Connection, config: Config, ranks: tuple[int, ...]):
+        self._connection, self._config, self.number = connection, config, connection.number()
         self.late: DeadlineExceeded | None = None
         self.broken: BaseException | None = None
         self.is_closed = self._is_down = self._is_unused = False
@@ -77,12 +112,12 @@ class Client:
         self._starting: PendingCall | None = None  # the job that introduces it for the first time
         self._jobs: dict[int, PendingCall] = {}
         self._asked: dict[int, PendingCall] = {}  # calls that are no jobs
-        self._unit_numbers = itertools.count(1)
-        self._units: dict[int, int] = {}  # the unit that each thread is in
-        # the newest units that this rank was in when its courier ended, and that any rank was in; 0: none
-        self._interrupted_unit = self._failed_unit = 0
+        self._scope_numbers = itertools.count(1)
+        self._scopes: dict[int, int] = {}  # the restart scope that each thread is in
+        # the newest scopes that this rank was in when its courier ended, and that any rank was in; 0: none
+        self._interrupted_scope = self._failed_scope = 0
         self._frames: queue.SimpleQueue[Call | Reply | Event | None] = queue.SimpleQueue()
-        self.ranks, self._before = ranks, link.add(self.number, self, ranks)
+        self.ranks, self._before = ranks, connection.add(self.number, self, ranks)
         self._name = f"{zlib.crc32(repr(ranks).encode()):08x}-{self._before}"  # the same on all ranks
         self._over = Event()
         threading.Thread(target=self._answer, name="mlflash-courier", daemon=True).start()
@@ -100,7 +135,7 @@ class Client:
         job = self.job("start", start)
         job.is_kept = True
         self.start, self._starting = start, job
-        self._link.queue.put(self._opened())
+        self._connection.queue.put(self._opened())
         started: Started = self._result_of(job)
         return started
 
@@ -119,7 +154,7 @@ class Client:
     @property
     def is_a(self) -> str:
         """Which process it is, where it runs, and how the ranks met."""
-        return self._link.is_a
+        return self._connection.is_a
 
     # Jobs
 
@@ -134,12 +169,12 @@ class Client:
             on_late: called when the deadline has passed.
             on_refused: called if the courier does not do the job because of an earlier error.
         """
-        job = PendingCall(self, Call(self.number, self._link.number(), method, args, job=1))
+        job = PendingCall(self, Call(self.number, self._connection.number(), method, args, job=1))
         job.answers, job.fds, job.on_late, job.on_refused = answers, fds, on_late, on_refused
         job.is_kept = method in ("commit", "free")
         if method == "free":
             self._free = job
-        job.unit = self._units.get(threading.get_ident(), 0)
+        job.scope = self._scopes.get(threading.get_ident(), 0)
         self._jobs[job.number] = job
         return job
 
@@ -148,30 +183,30 @@ class Client:
 
         A job that is posted twice is done once: who is interrupted by an exception of a signal handler posts it again.
         """
-        self._link.queue.put(job)
+        self._connection.queue.put(job)
 
     def wait_sent(self, job: PendingCall) -> None:
         """Wait until the courier has a posted job, not until it is done: then it does not depend on this process."""
         job.sent.wait(_ANSWER_S)
 
     @contextlib.contextmanager
-    def unit(self, joins: bool = False) -> Iterator[None]:
-        """Put all jobs that this thread posts in the ``with`` block into one unit, or (``joins``) into an outer one.
+    def restart_scope(self, joins: bool = False) -> Iterator[None]:
+        """Put all jobs that this thread posts in the ``with`` block into one scope, or (``joins``) into an outer one.
 
-        Collective: all ranks do the same units in the same order. If couriers are started anew on any rank during a
-        unit, its calls raise Closed on all ranks.
+        Collective: all ranks enter the same scopes in the same order. If couriers are started anew on any rank during
+        a scope, its calls raise Closed on all ranks.
         """
         thread = threading.get_ident()
-        outer = self._units.get(thread)
+        outer = self._scopes.get(thread)
         if outer is None or not joins:
-            self._units[thread] = next(self._unit_numbers)
+            self._scopes[thread] = next(self._scope_numbers)
         try:
             yield
         finally:
             if outer is None:
-                self._units.pop(thread, None)
+                self._scopes.pop(thread, None)
             else:
-                self._units[thread] = outer
+                self._scopes[thread] = outer
 
     def call(self, method: str, *args: Any, answers: Any = None, fds: tuple[int, ...] = ()) -> Any:
         """Post a job and wait for its result. Collective.
@@ -181,7 +216,7 @@ class Client:
             Closed: the courier has stopped working.
             MlflashError: on all ranks, as the method says.
         """
-        with self.unit(joins=True):
+        with self.restart_scope(joins=True):
             return self._result_of(self.job(method, *args, answers=answers, fds=fds))
 
     def _result_of(self, job: PendingCall) -> Any:
@@ -204,17 +239,17 @@ class Client:
 
     def ask(self, method: str, *args: Any, timeout_s: float = _ANSWER_S) -> Any:
         """Call a method that is no job and is answered at once. Raises DeadlineExceeded or Closed if it is not."""
-        return self._ask(self._link.queue.put, method, args, timeout_s)
+        return self._ask(self._connection.queue.put, method, args, timeout_s)
 
     def _ask(self, send: Callable[[PendingCall], None], method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
-        call = PendingCall(self, Call(self.number, self._link.number(), method, args), is_kept=True)
+        call = PendingCall(self, Call(self.number, self._connection.number(), method, args), is_kept=True)
         self._asked[call.number] = call
         try:
             send(call)
             end = time.monotonic() + timeout_s
-            self._link.check()
+            self._connection.check()
             while not call.woken.wait(_LOOK_S):
-                self._link.check()
+                self._connection.check()
                 if time.monotonic() > end:
                     raise DeadlineExceeded(f"the courier of this rank did not answer for {timeout_s:g} s")
             if call.error is not None:
@@ -225,7 +260,7 @@ class Client:
 
     def notify(self, method: str, *args: Any, is_kept: bool = False) -> None:
         """Call a method without waiting for it; ``is_kept``: of the next courier, if there is none now."""
-        self._link.queue.put(PendingCall(self, Call(self.number, 0, method, args), is_kept))
+        self._connection.queue.put(PendingCall(self, Call(self.number, 0, method, args), is_kept))
 
     def lease(self, number: int, leave: bool, lent: Collection[int]) -> Sequence[SlotFile]:
         """Lease own slots; see `SlotPool.lease`. Empty if the courier does not answer: who saves finds out why."""
@@ -270,7 +305,7 @@ class Client:
                 late.be_late(error)
         elif isinstance(frame, Call) and frame.number and self.is_closed:
             gone = Closed("this Checkpointer was closed")  # a save that an exception left is still under way
-            self._link.queue.put(PendingCall(self, Reply(self.number, frame.number, None, gone)))
+            self._connection.queue.put(PendingCall(self, Reply(self.number, frame.number, None, gone)))
         else:
             self._frames.put(frame)
 
@@ -294,12 +329,12 @@ class Client:
         except DeadlineExceeded:
             job = self._jobs.get(number)
             if job is not None and not self._is_down:
-                rank = self._link.couriers.rank
+                rank = self._connection.couriers.rank
                 node = None if self.trainer is None else self.trainer.ranks.node_name
                 self.late = DeadlineExceeded(
-                    f"waited {self._config.timeout_s:g} s, and the courier of this rank (pid {self._link.pid}) does "
-                    "not answer: look whether it is stopped. The last committed step is untouched. When it goes on, "
-                    "saves work again; if it does not, relaunch the job", rank=rank, node=node, ranks=[rank],
+                    f"waited {self._config.timeout_s:g} s, and the courier of this rank (pid {self._connection.pid}) "
+                    "does not answer: look whether it is stopped. The last committed step is untouched. When it goes "
+                    "on, saves work again; if it does not, relaunch the job", rank=rank, node=node, ranks=[rank],
                 )  # fmt: skip
                 job.be_late(self.late)
 
@@ -352,7 +387,7 @@ class Client:
         except Exception as problem:  # from torch, a device or an adapter
             error = SaveFailed(f"the state could not be copied: {text_of(problem)}")
         # Who asks waits for it, also a courier that is still coming up, for which the queue is held back.
-        self._link.send_first(PendingCall(self, Reply(self.number, call.number, result, error)))
+        self._connection.send_first(PendingCall(self, Reply(self.number, call.number, result, error)))
 
     def broke(self, error: MlflashError) -> None:
         """Note that the courier has stopped working."""
@@ -362,7 +397,7 @@ class Client:
         """Note that all ranks are done with this Checkpointer, no matter how couriers end, if `Free` was posted."""
         if self._free is not None and not self._is_freed:
             self._is_freed = True
-            self._link.freed.append(self._name)
+            self._connection.freed.append(self._name)
             self._jobs.pop(self._free.number, None)
             self._free.woken.set()
 
@@ -372,7 +407,8 @@ class Client:
         if self.is_closed or self._is_freed:
             return
         if self.start is not None or self.broken is None:  # it was not lost before
-            is_meant = sys.is_finalizing() or self._link.is_closing or self._link.is_kept  # kept: the next round saves
+            # kept: the next round saves
+            is_meant = sys.is_finalizing() or self._connection.is_closing or self._connection.is_kept
             log.log(logging.DEBUG if is_meant else logging.WARNING, "nothing is saved any more: %s", why)
         self.broken, self.start = self.broken or why, None  # permanently
         self._lose_drains()
@@ -392,7 +428,7 @@ class Client:
             return
         if not self._is_down:
             self._is_down, self._is_unused, self.late = True, False, None
-            self._interrupted_unit = max([self._failed_unit, *list(self._units.values())])
+            self._interrupted_scope = max([self._failed_scope, *list(self._scopes.values())])
             if self.trainer is not None:
                 self.trainer.recorder.courier_died(pid, why)
             self.broken = None if self.start is not None else self.broken  # it failed because another one had ended
@@ -403,8 +439,8 @@ class Client:
             self._refuse(job, f"{_ANEW}: {why}")
 
     def check(self, job: PendingCall) -> None:
-        """Raise Closed if the courier has stopped, or a job is of a unit that no rank may continue."""
-        if 0 < job.unit <= self._failed_unit and not job.is_kept:
+        """Raise Closed if the courier has stopped, or a job is of a restart scope that no rank may continue."""
+        if 0 < job.scope <= self._failed_scope and not job.is_kept:
             raise Closed(_ANEW)
         if self.broken is not None:
             raise Closed("mlflash stopped after an earlier error", found=self.broken)
@@ -447,31 +483,34 @@ class Client:
 
     def come_up(self) -> None:
         """Introduce this Checkpointer to the next courier. Collective over its ranks."""
-        if self._name in self._link.couriers.freed:
+        if self._name in self._connection.couriers.freed:
             self._note_freed()
         if self.is_closed or self._is_freed or self.start is None or self._starting is None:
             return
-        self._link.send_first(self._opened())
+        self._connection.send_first(self._opened())
         if not self._starting.woken.is_set():  # its constructor waits for that, perhaps for other ranks
             self._send_again()
-            self._ask(self._link.send_first, "tell_doing", ("",), self._config.timeout_s)  # it has its MPI, and answers
+            # it has its MPI, and answers
+            self._ask(self._connection.send_first, "tell_doing", ("",), self._config.timeout_s)
             return
         end = time.monotonic() + self._config.timeout_s
         while not self._has_trainer.wait(_LOOK_S):  # its constructor makes that
             if self.is_closed or time.monotonic() > end:
                 return
         assert self.trainer is not None
-        start = dataclasses.replace(self.start, left_at=self._left_at, interrupted=self._interrupted_unit, goes_on=True)
+        start = dataclasses.replace(
+            self.start, left_at=self._left_at, interrupted=self._interrupted_scope, goes_on=True
+        )
         for method, args in (("start", (start,)), ("protect_left", ())):
             job = self.job(method, *args)
-            self._link.send_first(job)
+            self._connection.send_first(job)
             if not job.woken.wait(self._config.timeout_s + _ANSWER_S) or job.late is not None:
                 raise DeadlineExceeded("the next courier has not started in time")
             if job.error is not None:
                 raise job.error
             if method == "start":
-                self._failed_unit = max(self._failed_unit, job.result.interrupted)
-                self.trainer.sharing, self.trainer.is_unhealed = job.result.sharing, False
+                self._failed_scope = max(self._failed_scope, job.result.interrupted)
+                self.trainer.sharing, self.trainer.is_unprotected = job.result.sharing, False
                 self.trainer.slots.update(job.result.files)
             elif method == "protect_left":
                 self._find_committed(*job.result)
@@ -482,7 +521,7 @@ class Client:
         self._is_down = False
         for job in [job for job in list(self._jobs.values()) if job.is_sent]:
             job.is_sent = False
-            self._link.send_first(job)
+            self._connection.send_first(job)
 
     def _find_committed(self, step: int | None, generation: int) -> None:
         """Complete a save that was committed when its courier ended, so that the courier could not report it."""
@@ -511,21 +550,21 @@ class Client:
         job.end(job.error or why)
 
 
-class _HasUnits(Protocol):
-    def _unit(self) -> contextlib.AbstractContextManager[None]: ...
+class _HasClient(Protocol):
+    _courier: Client
 
 
-_Me = TypeVar("_Me", bound=_HasUnits)
+_Me = TypeVar("_Me", bound=_HasClient)
 _Takes = ParamSpec("_Takes")
 _Gives = TypeVar("_Gives")
 
 
-def one_unit(method: Callable[Concatenate[_Me, _Takes], _Gives]) -> Callable[Concatenate[_Me, _Takes], _Gives]:
-    """Make all calls of a method one unit, see `Client.unit`. The method `_unit` of its object makes the unit."""
+def restart_scope(method: Callable[Concatenate[_Me, _Takes], _Gives]) -> Callable[Concatenate[_Me, _Takes], _Gives]:
+    """Put all jobs that a method posts into one scope; see `Client.restart_scope`."""
 
     @functools.wraps(method)
-    def whole(self: _Me, /, *args: _Takes.args, **kwargs: _Takes.kwargs) -> _Gives:
-        with self._unit():
+    def wrapper(self: _Me, /, *args: _Takes.args, **kwargs: _Takes.kwargs) -> _Gives:
+        with self._courier.restart_scope():
             return method(self, *args, **kwargs)
 
-    return whole
+    return wrapper

@@ -74,9 +74,9 @@ class Gathered:
         return OldRanks(self.groups, differ, self.plain_differ, self.plain_of, told, near)
 
 
-def gather_ranks(world: Collectives, mine: Mapping[int, Described]) -> Gathered:
+def gather_ranks(world: Collectives, own: Mapping[int, Described]) -> Gathered:
     """Tell all ranks what each of them can describe: each rank of the checkpoint is described by one. Collective."""
-    steps, answer = gathering(mine), None
+    steps, answer = gathering(own), None
     while True:
         try:
             verb, value = steps.send(answer)
@@ -86,58 +86,62 @@ def gather_ranks(world: Collectives, mine: Mapping[int, Described]) -> Gathered:
         answer = world.gather(value) if verb == "gather" else world.least_of(value)
 
 
-def gathering(mine: Mapping[int, Described]) -> Steps:
+def gathering(own: Mapping[int, Described]) -> Steps:
     """Do what `gather_ranks` does, step by step."""
-    keys = yield "gather", {rank: its.structure.key for rank, its in mine.items()}
-    key_of = {rank: key for theirs in keys for rank, key in theirs.items()}
+    keys = yield "gather", {rank: described.structure.key for rank, described in own.items()}
+    key_of = {rank: key for keys_of_rank in keys for rank, key in keys_of_rank.items()}
     ranks_of: dict[bytes, list[int]] = {}
     for rank in sorted(key_of):
         ranks_of.setdefault(key_of[rank], []).append(rank)
     first = {ranks[0] for ranks in ranks_of.values()}
-    to_tell = {its.structure.key: (its.structure, its.plain) for rank, its in mine.items() if rank in first}
-    told = yield "gather", to_tell
-    known: dict[bytes, tuple[RankStructure, list[Any]]] = {key: one for theirs in told for key, one in theirs.items()}
-    checks, of_plain = yield from _compared([known[key][0] for key in ranks_of], mine)
+    gathered = yield "gather", {
+        described.structure.key: (described.structure, described.plain)
+        for rank, described in own.items() if rank in first
+    }  # fmt: skip
+    known: dict[bytes, tuple[RankStructure, list[Any]]] = {}
+    for structures in gathered:
+        known |= structures
+    checks, of_plain = yield from _compared([known[key][0] for key in ranks_of], own)
     plain_differ = frozenset(path for path, (low, high) in of_plain.items() if low != high)
     packed = yield "gather", zlib.compress(pickle.dumps({
-        rank: (its.row.tobytes(), _otherwise(its.plain, known[its.structure.key][1]), its.more)
-        for rank, its in mine.items()
+        rank: (described.row.tobytes(), _otherwise(described.plain, known[described.structure.key][1]), described.more)
+        for rank, described in own.items()
     }), 1)  # fmt: skip
-    found = {rank: row for theirs in packed for rank, row in pickle.loads(zlib.decompress(theirs)).items()}
+    row_of = {rank: row for content in packed for rank, row in pickle.loads(zlib.decompress(content)).items()}
     groups = []
     for key, ranks in ranks_of.items():
         structure, plain = known[key]
-        rows = np.frombuffer(b"".join(found[rank][0] for rank in ranks), dtype="<i8")
+        rows = np.frombuffer(b"".join(row_of[rank][0] for rank in ranks), dtype="<i8")
         rows = rows.reshape(len(ranks), structure.starts[-1])
         groups.append(Group(structure, np.array(ranks, dtype=np.int64), rows, plain))
-    more = {rank: row[2] for rank, row in found.items()}
-    return Gathered(groups, checks, plain_differ, more, {rank: row[1] for rank, row in found.items()})
+    more = {rank: row[2] for rank, row in row_of.items()}
+    return Gathered(groups, checks, plain_differ, more, {rank: row[1] for rank, row in row_of.items()})
 
 
 def _otherwise(plain: Sequence[Any], base: Sequence[Any]) -> bytes:
     """The values of one rank that differ from those of another, packed."""
-    found = {
-        number: mine for number, (mine, its) in enumerate(zip(plain, base, strict=True)) if repr(mine) != repr(its)
-    }
-    return zlib.compress(pickle.dumps(found), 1) if found else b""
+    pairs = enumerate(zip(plain, base, strict=True))
+    other = {number: value for number, (value, usual) in pairs if repr(value) != repr(usual)}
+    return zlib.compress(pickle.dumps(other), 1) if other else b""
 
 
 _Extremes = dict[str, tuple[int, int]]
 
 
-def _compared(structures: Sequence[RankStructure], mine: Mapping[int, Described]
+def _compared(structures: Sequence[RankStructure], own: Mapping[int, Described]
               ) -> Generator[tuple[str, Any], Any, tuple[_Extremes, _Extremes]]:  # fmt: skip
     """The smallest and the largest checksum of each name and of each path. They differ if the ranks do."""
-    names = list(dict.fromkeys(name for its in structures for name in its.names))
-    paths = list(dict.fromkeys(path for its in structures for path in its.paths))
+    names = list(dict.fromkeys(name for structure in structures for name in structure.names))
+    paths = list(dict.fromkeys(path for structure in structures for path in structure.paths))
     of_name, of_path = (
         {key: at for at, key in enumerate(keys, first)} for keys, first in ((names, 0), (paths, len(names)))
     )
     low, high = (np.full(len(names) + len(paths), _MOST, dtype=np.int64) for _ in range(2))  # high: of complements
-    for its in mine.values():
-        at = [of_name[its.structure.names[number]] for number in its.checks]
-        at += [of_path[path] for path in its.structure.paths]
-        checks = [*its.checks.values(), *(_check(its.plain[number]) for number in its.structure.paths.values())]
+    for described in own.values():
+        structure, plain = described.structure, described.plain
+        at = [of_name[structure.names[number]] for number in described.checks]
+        at += [of_path[path] for path in structure.paths]
+        checks = [*described.checks.values(), *(_check(plain[number]) for number in structure.paths.values())]
         values = np.array(checks, dtype=np.uint64).view(np.int64)
         np.minimum.at(low, at, values)
         np.minimum.at(high, at, ~values)

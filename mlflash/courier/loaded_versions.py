@@ -12,13 +12,13 @@ _NAMES = ("numpy", "torch", "transformers", "megatron.core", "nemo", "lightning"
 
 def loaded_versions() -> dict[str, str]:
     """The versions by name; "cuda" is the version that torch was built for."""
-    found = {"mlflash": __version__, "python": ".".join(map(str, sys.version_info[:3]))}
+    versions = {"mlflash": __version__, "python": ".".join(map(str, sys.version_info[:3]))}
     for name in _NAMES:
         version = getattr(sys.modules.get(name), "__version__", None)
         if isinstance(version, str):
-            found[name] = str(version)
+            versions[name] = str(version)
     cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
-    return found | ({"cuda": cuda} if isinstance(cuda, str) else {})
+    return versions | ({"cuda": cuda} if isinstance(cuda, str) else {})
 
 
 TORCH = (2, 13), (2, 15)
@@ -27,8 +27,8 @@ TORCH = (2, 13), (2, 15)
 
 def not_run_with(torch: str) -> str | None:
     """What there is to say of a version of PyTorch with which mlflash was not run; None: it was."""
-    found = re.match(r"(\d+)\.(\d+)", torch)
-    if found is not None and TORCH[0] <= (int(found[1]), int(found[2])) <= TORCH[1]:
+    numbers = re.match(r"(\d+)\.(\d+)", torch)
+    if numbers is not None and TORCH[0] <= (int(numbers[1]), int(numbers[2])) <= TORCH[1]:
         return None
     first, last = (f"{major}.{minor}" for major, minor in TORCH)
     return f"mlflash was run with PyTorch {first} to {last}, and not with {torch}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ..errors import ConfigError, DeadlineExceeded, MlflashError, WorldMismatch, text_of
@@ -58,9 +57,6 @@ class Ranks(Agreement):
 
     def raise_together(self, error: MlflashError | None) -> None:
         self._courier.call("raise_together", error)
-
-    def unit(self) -> AbstractContextManager[None]:
-        return self._courier.unit()
 
     def renew_deadline(self) -> None:
         """Do nothing: each call has its own deadline."""
@@ -180,11 +176,11 @@ def _members_of(replicated: Any, rank: int, size: int, mpi_group: Any, torch_gro
         and isinstance(replicated, torch.distributed.ProcessGroup)
     ):
         ranks = from_torch(torch.distributed.get_process_group_ranks(replicated), torch_group)
-    elif isinstance(replicated, Sequence) and all(isinstance(one, int) for one in replicated):
+    elif isinstance(replicated, Sequence) and all(isinstance(member, int) for member in replicated):
         ranks = replicated
     else:
         ranks = ()
-    members = sorted({int(one) for one in ranks})
+    members = sorted({int(member) for member in ranks})
     if rank not in members or not 0 <= members[0] <= members[-1] < size:
         raise ConfigError(
             "replicated= must say which ranks hold the same state as this one",

@@ -27,7 +27,7 @@ class Start:
         name: of this trainer; see `heartbeat.RankFacts`.
         left_at: if an earlier courier has died: the newest step whose save had ended on this rank; None: no courier has
             died, or no save has ended.
-        interrupted: the newest unit that this rank was in when that courier died, see `Client.unit`; 0: none.
+        interrupted: the newest restart scope that this rank was in when that courier died, see `Client`; 0: none.
         goes_on: whether an earlier courier has died, and training goes on.
     """
 
@@ -53,7 +53,7 @@ class Started:
     files: Sequence[SlotFile]
     sharing: SharingNews
     run: str
-    interrupted: int  # the newest interrupted unit of all ranks
+    interrupted: int  # the newest interrupted scope of all ranks
     goes_on: bool  # whether any rank had a courier before
     facts: Mapping[str, Any]  # what does not change during this run, for its recorder
 
@@ -125,9 +125,9 @@ class Trainer(Shareable, Protocol):
     def freed(self) -> None:
         """Note that own slots may be free."""
 
-    def told_sharing(self, sharing: SharingNews) -> None: ...
+    def set_sharing(self, sharing: SharingNews) -> None: ...
 
-    def told_unhealed(self, is_unhealed: bool) -> None: ...
+    def set_unprotected(self, is_unprotected: bool) -> None: ...
 
     # In the middle of a save
 

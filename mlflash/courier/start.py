@@ -29,7 +29,7 @@ from ..telemetry.heartbeat import CourierHeartbeat, RankFacts
 from ..telemetry.recorder import CourierRecorder, EventLog, file_of_node
 from ..text import listed
 from .choose_checkpoint import look_at_earlier_runs
-from .state import Certification, Context, Saved, losses_of
+from .state import Certification, CourierState, Saved, losses_of
 
 log = logging.getLogger("mlflash")
 
@@ -38,7 +38,7 @@ _NAMED = 3  # hosts or domains named in a warning
 
 def make(config: Config, world: World, problem: MlflashError | None = None,
          replicas: tuple[Sequence[int], Sequence[str]] | None = None, domains: Any = None, start: str = "",
-         trains_on: frozenset[int] = frozenset()) -> Context:  # fmt: skip
+         trains_on: frozenset[int] = frozenset()) -> CourierState:  # fmt: skip
     """Connect the ranks, lock the job, find what earlier runs left, and take their files over. Collective.
 
     Args:
@@ -84,7 +84,7 @@ def make(config: Config, world: World, problem: MlflashError | None = None,
 def _assemble(
     config: Config, world: World, memory: NodeDirectory, replicas: ReplicatedTensors | None, known: Domains | None,
     start: str, trains_on: frozenset[int],
-) -> Context:  # fmt: skip
+) -> CourierState:  # fmt: skip
     """Take over what earlier runs left. Collective over the world."""
     left = look_at_earlier_runs(config, world, memory)
     recorded = [group.ranks for group in left.choice.parity] if left.choice is not None else []
@@ -98,12 +98,12 @@ def _assemble(
     pace = SendRate(config.send_rate)
     run_id: bytes = world.broadcast(os.urandom(16), 0)
     recorder = world.on_all(lambda: _recorder(config, world, memory, run_id.hex()[:8], start))
-    examiner = Examiner(config.check_values, [one for one in config.check_skip.split(",") if one])
+    examiner = Examiner(config.check_values, [pattern for pattern in config.check_skip.split(",") if pattern])
     certification = Certification(config.certify_after, config.on_suspect == "keep")
     pool.certified = certification.certified_attempt
     if left.certified is not None and config.certify_after and left.certified.world_size == world.size:
         certification.certified = Saved(left.certified.attempt, left.certified.step)
-    context = Context(config, world, memory, protection, known, pool, recorder, copy_threads, pace, examiner,
+    context = CourierState(config, world, memory, protection, known, pool, recorder, copy_threads, pace, examiner,
                       certification, replicas, run_id)  # fmt: skip
     if protection.transport == "rma" and world.world is not None:
         world.poke = Poke(world)
@@ -182,16 +182,16 @@ def find_domains(world: World, given: Any) -> Domains | None:
         ConfigError: on all ranks, if ``given`` makes no sense.
     """
     # Only one rank reads the file, so that all ranks have the same version of it.
-    found: Domains | None = world.on_all(lambda: from_argument(given) if world.rank == 0 else None)
+    domains: Domains | None = world.on_all(lambda: from_argument(given) if world.rank == 0 else None)
     if given is None:
         own = discover(os.environ, world.node_name) if world.local_rank == 0 else None
-        told = world.gather_nodes(own)
-        found = join_domains(list(zip(world.topology.node_names, told, strict=True)))
-        if found is None and world.rank == 0 and "SLURM_JOB_ID" in os.environ and len(told) > 2:
-            found = ask_slurm()
-    found = world.broadcast(found, 0)
-    unknown = [] if found is None else [name for name in world.topology.node_names if not found.knows(name)]
+        of_nodes = world.gather_nodes(own)
+        domains = join_domains(list(zip(world.topology.node_names, of_nodes, strict=True)))
+        if domains is None and world.rank == 0 and "SLURM_JOB_ID" in os.environ and len(of_nodes) > 2:
+            domains = ask_slurm()
+    domains = world.broadcast(domains, 0)
+    unknown = [] if domains is None else [name for name in world.topology.node_names if not domains.knows(name)]
     if unknown and given is not None and world.rank == 0:
         log.warning("the failure domains of %s are not given: each of these nodes counts as a domain of its own",
                     listed(unknown, _NAMED))  # fmt: skip
-    return found
+    return domains

@@ -56,12 +56,12 @@ class Restored:
 
 
 @dataclasses.dataclass
-class Context:
+class CourierState:
     """What saving and restoring work with.
 
     Attributes:
         replicas: compares tensors between ranks that hold the same ones, if the user said that they do.
-        unhealed: the restored slot, as long as its redundancy could not be restored; the same on all ranks.
+        unprotected: the restored slot, as long as its redundancy could not be restored; the same on all ranks.
         looked: whether a restore has found out what exists. Until then no older attempt is given up, as it may be the
             only intact one.
     """
@@ -81,15 +81,15 @@ class Context:
     run_id: bytes = b""
     generation: int = 0  # number of the newest known attempt; the next one is larger
     restored: Restored = dataclasses.field(default_factory=Restored)
-    unhealed: Slot | None = None
+    unprotected: Slot | None = None
     left_at: int | None = None  # this rank's step when the ranks last were found to save different steps; None: never
     floor: int = 0  # attempts with a smaller generation are skipped, because this run goes back to a fresh start
     left: Left = dataclasses.field(default_factory=Left)
     looked: bool = False
     gives_way: bool = False
-    damaged: bool = False  # whether the scrubber has found damage here that `restore.repair` may repair
+    damaged: bool = False  # whether the scrubber has found damage here that can perhaps be repaired
     trainer: Trainer | None = None
-    _told: tuple[SharingNews, bool] = (SharingNews(), False)
+    _reported: tuple[SharingNews, bool] = (SharingNews(), False)
 
     @property
     def domains_by_kind(self) -> dict[str, list[str]]:
@@ -115,14 +115,14 @@ class Context:
         rank, losses = self.world.rank, losses_of(self.protection.placement.scheme, self.world)
         useful = [ranks for ranks in sorted(held) if rank in ranks]
         useful = [ranks for ranks in useful if deduplication.find(self.world.topology, ranks, rank, losses) is not None]
-        mine = max(useful, key=lambda ranks: held[ranks], default=(rank,))
-        if self.world.all_of(len(mine) == 1):
+        sharers = max(useful, key=lambda ranks: held[ranks], default=(rank,))
+        if self.world.all_of(len(sharers) == 1):
             return
-        named = self.world.gather((mine[0], len(mine), hash(mine)))
-        alike = all(named[rank] == named[self.world.rank] for rank in mine)
+        named = self.world.gather((sharers[0], len(sharers), hash(sharers)))
+        alike = all(named[rank] == named[self.world.rank] for rank in sharers)
         if not self.world.all_of(alike):
             return  # for example with meshes that do not have all ranks: each rank stores all of its state
-        self.replicas = ReplicatedTensors(self.world, mine, placed=True)
+        self.replicas = ReplicatedTensors(self.world, sharers, placed=True)
         self.replicas.share(losses)
 
     def settle_shared(self, held: Mapping[tuple[int, ...], int], state: Shareable) -> None:
@@ -144,12 +144,12 @@ class Context:
             self.trainer.update(files)
         if self.pool.has_free:
             self.trainer.freed()
-        sharing, is_unhealed = self.sharing, self.unhealed is not None
-        if sharing != self._told[0]:
-            self.trainer.told_sharing(sharing)
-        if is_unhealed != self._told[1]:
-            self.trainer.told_unhealed(is_unhealed)
-        self._told = sharing, is_unhealed
+        sharing, is_unprotected = self.sharing, self.unprotected is not None
+        if sharing != self._reported[0]:
+            self.trainer.set_sharing(sharing)
+        if is_unprotected != self._reported[1]:
+            self.trainer.set_unprotected(is_unprotected)
+        self._reported = sharing, is_unprotected
 
     def reserve(self, nbytes: int, share_nbytes: int, is_first: bool) -> None:
         """Make slots of at least a given size, and those for their redundancy. Collective over the world.
@@ -218,8 +218,9 @@ class Context:
                 wanted |= {id(slot): (slot, size) for slot in pair}
         self.protection.close_windows()
         try:
-            with self.pool.reserved([*wanted.values()]) as mine:
-                usable = [(slot, n) for slot, n in wanted.values() if any(slot is m for m in (*waiting, *mine))]
+            with self.pool.reserved([*wanted.values()]) as reserved:
+                writable = (*waiting, *reserved)
+                usable = [(slot, n) for slot, n in wanted.values() if any(slot is other for other in writable)]
                 try:
                     make_room(self.world, self.memory, usable)
                 except MemoryTooSmall:
@@ -233,9 +234,10 @@ class Context:
     def leave_alone(self) -> None:
         """Leave every file that holds something alone until a newer step is committed. Collective over the world."""
         self.left.unusable, self.gives_way = True, False
-        here = self.world.node_index
-        self.pool.aside = {file for node, file in (one.place for one in self.find_traces()) if node == here}
-        self.adopt(of_headers([], here), None)
+        own_node = self.world.node_index
+        places = [trace.place for trace in self.find_traces()]
+        self.pool.aside = {file for node, file in places if node == own_node}
+        self.adopt(of_headers([], own_node), None)
 
     def _give_way(self) -> bool:
         """Delete the files that were skipped and left aside, if that is allowed. Return whether any was. Collective."""
@@ -282,8 +284,8 @@ def make_room(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, 
     with the numbers of the node that lacks memory.
     """
     todo = [(slot, round_up(nbytes, PAGE_NBYTES)) for slot, nbytes in demand if needs_room(slot, nbytes)]
-    mine = sum(nbytes - slot.view.nbytes for slot, nbytes in todo)
-    asked = mine if world.node is None else sum(world.gather(mine, world.node))
+    asked = sum(nbytes - slot.view.nbytes for slot, nbytes in todo)
+    asked = asked if world.node is None else sum(world.gather(asked, world.node))
 
     def look() -> None:
         left = available(memory.path)
@@ -319,7 +321,7 @@ def make_room(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, 
 
 def _others(memory: NodeDirectory) -> str:
     jobs = "".join(f"\n    {job}: {nbytes:,} bytes" for job, nbytes in memory.other_jobs().items())
-    files = "".join(f"\n    {one}" for one in other_files(memory.memory)[:_FILES_NAMED])
+    files = "".join(f"\n    {kind}" for kind in other_files(memory.memory)[:_FILES_NAMED])
     return (f"; other jobs of yours hold slots here (`mlflash clean JOB` frees those of a dead one):{jobs}" * bool(jobs)
             + f"; this is not mlflash's (what a killed job has left may be deleted):{files}" * bool(files))  # fmt: skip
 
@@ -385,11 +387,11 @@ class Certification:
     def mark(self, attempts: frozenset[Attempt], is_good: bool) -> None:
         if is_good:
             known = (self._newest, self._good, self._tried)
-            self.certified = next((one for one in known if one and one.attempt in attempts), self.certified)
+            self.certified = next((saved for saved in known if saved and saved.attempt in attempts), self.certified)
         else:
             self._good, self._tried, self.certified = (
-                None if one is None or one.attempt in attempts else one
-                for one in (self._good, self._tried, self.certified)
+                None if saved is None or saved.attempt in attempts else saved
+                for saved in (self._good, self._tried, self.certified)
             )
         self._hold()
 

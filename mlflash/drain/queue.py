@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..config import Config
-from ..courier.state import Context
+from ..courier.state import CourierState
 from ..errors import DrainFailed
 from ..memory.inventory import scan
 from ..memory.slot import Attempt, Kind, Slot, Use, Verdict
@@ -38,7 +38,7 @@ _LOOK_S = 0.001  # how often rank 0 checks whether the directory was read
 class DrainQueue:
     """Drains checkpoints to the directory."""
 
-    def __init__(self, config: Config, context: Context, courier: JobThread, on_begin: Callable[[Drain], None],
+    def __init__(self, config: Config, context: CourierState, courier: JobThread, on_begin: Callable[[Drain], None],
                  signer: Signer):  # fmt: skip
         self._config, self._context, self._courier, self._on_begin = config, context, courier, on_begin
         self.store: Store | None = None if config.directory is None else open_store(config.directory)

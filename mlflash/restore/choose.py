@@ -15,7 +15,7 @@ import logging
 from collections.abc import Mapping
 
 from ..courier.choose_checkpoint import Choice, choose
-from ..courier.state import Context
+from ..courier.state import CourierState
 from ..crash_points import reach
 from ..drain.checkpoint_directory import Listed, Listing, step_of
 from ..drain.drain import Drain
@@ -38,7 +38,7 @@ _NAMED = 4  # steps that are lost, in one line
 class Sources:
     """Chooses what the courier restores."""
 
-    def __init__(self, context: Context, drains: DrainQueue):
+    def __init__(self, context: CourierState, drains: DrainQueue):
         self._context, self._drains = context, drains
 
     def choose(self, wanted: WantedStep, others: bool, source: str | None, bad: Mapping[str, str], checked: bool
@@ -152,7 +152,7 @@ class Sources:
 # Memory
 
 
-def restorable_steps(context: Context, alike: bool = False) -> list[int]:
+def restorable_steps(context: CourierState, alike: bool = False) -> list[int]:
     """List the steps for which some node has every rank's slot, ascending. Collective over the world."""
     inventory = context.take_stock()
     whole = [
@@ -164,7 +164,7 @@ def restorable_steps(context: Context, alike: bool = False) -> list[int]:
 
 
 def find_and_verify(
-    context: Context, wanted: WantedStep, others: bool = False, oldest: int = 0, checked: bool = True,
+    context: CourierState, wanted: WantedStep, others: bool = False, oldest: int = 0, checked: bool = True,
     rejected: dict[Place, str] | None = None,
 ) -> RankCheckpoint | FoundElsewhere | None:  # fmt: skip
     """Bring the newest restorable attempt that fits the request into this rank's own slot. Collective.
@@ -236,7 +236,7 @@ def _warn(choice: Choice, passed_over: Choice | None, skip_stuck: int) -> None:
         log.warning("step %d is restored, which was marked bad", choice.step)
 
 
-def _opened(context: Context, choice: Choice, slots: Mapping[int, Slot], files: ShareFiles
+def _opened(context: CourierState, choice: Choice, slots: Mapping[int, Slot], files: ShareFiles
             ) -> RankCheckpoint | FoundElsewhere:  # fmt: skip
     context.restored.restores, context.restored.verdict = choice.restores + 1, choice.verdict
     homes = {
@@ -255,7 +255,7 @@ def _opened(context: Context, choice: Choice, slots: Mapping[int, Slot], files: 
     return homes[context.world.rank]
 
 
-def why_not(context: Context, rejected: Mapping[Place, str]) -> tuple[dict[int, str], list[int]]:
+def why_not(context: CourierState, rejected: Mapping[Place, str]) -> tuple[dict[int, str], list[int]]:
     """Return why each committed step in memory cannot be restored, newest first; and the steps whose saves did not end.
 
     Collective over the world.
@@ -266,7 +266,7 @@ def why_not(context: Context, rejected: Mapping[Place, str]) -> tuple[dict[int, 
     return reasons, sorted({trace.step for trace in traces if trace.step >= 0} - reasons.keys())
 
 
-def count_restore(context: Context, home: Slot) -> None:
+def count_restore(context: CourierState, home: Slot) -> None:
     """Count, once per run, that a run has restored this attempt, and warn if other runs have done so before.
 
     The count is stored with the slot; a newer commit begins a new one.
@@ -289,7 +289,7 @@ def count_restore(context: Context, home: Slot) -> None:
 # first rebuilt from copies or parity, and stay in memory.
 
 
-def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
+def scavenge(context: CourierState, drains: DrainQueue) -> Drain | None:
     """Begin to drain the newest checkpoint that memory has; None if the directory has it. Collective over the world."""
     listed = drains.listing().listed
     restorable = (checkpoint for checkpoint in listed if NEWEST.fits(checkpoint.step, checkpoint.verdict))
@@ -311,7 +311,7 @@ def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
     return drains.begin(drain_input)
 
 
-def reprotect_newest(context: Context) -> int | None:
+def reprotect_newest(context: CourierState) -> int | None:
     """Make what the newest checkpoint in memory lacks, on as many ranks as the job has; return its step."""
     found = find_and_verify(context, NEWEST)
     if not isinstance(found, RankCheckpoint):

@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 
 from ..courier.choose_checkpoint import Choice
-from ..courier.state import Context
+from ..courier.state import CourierState
 from ..courier.wanted_parts import WantedPart, items
 from ..crash_points import reach
 from ..errors import CorruptSlot
@@ -50,7 +50,7 @@ _ASK, _BODY, _CHECK = 41, 42, 43
 _DEPTH = 2  # runs in flight between two ranks
 
 
-def bring(context: Context, inventory: Inventory, choice: Choice, slots: dict[int, Slot], checked: bool
+def bring(context: CourierState, inventory: Inventory, choice: Choice, slots: dict[int, Slot], checked: bool
           ) -> dict[Place, str]:  # fmt: skip
     """Verify, rebuild, repair and fetch the slots of a choice; if that fails, return the files to do without."""
     same_ranks = choice.world_size == context.world.size
@@ -81,7 +81,7 @@ def bring(context: Context, inventory: Inventory, choice: Choice, slots: dict[in
     return {}
 
 
-def _verify(context: Context, choice: Choice, serves: list[int], slots: dict[int, Slot], checked: bool
+def _verify(context: CourierState, choice: Choice, serves: list[int], slots: dict[int, Slot], checked: bool
             ) -> tuple[dict[int, list[int]], dict[Place, str]]:  # fmt: skip
     """Verify every byte of the slots of a choice, on all ranks.
 
@@ -107,14 +107,14 @@ def _verify(context: Context, choice: Choice, serves: list[int], slots: dict[int
     return {rank: blocks for rank, blocks in reports if not isinstance(blocks, str)}, dict(sorted(bad.items()))
 
 
-def _open(context: Context, attempt: Attempt, rank: int, place: Place) -> Slot:
+def _open(context: CourierState, attempt: Attempt, rank: int, place: Place) -> Slot:
     slot = context.pool.open(place[1])
     if not is_of(slot, rank, attempt):
         raise CorruptSlot("the header of a slot changed", rank=rank)
     return slot
 
 
-def _bad_blocks(context: Context, slot: Slot, parity: bool) -> list[int]:
+def _bad_blocks(context: CourierState, slot: Slot, parity: bool) -> list[int]:
     """Read every byte of a slot; return the bad blocks, if there is parity to repair them."""
     if not parity:
         slot.verify(context.copy_threads)
@@ -131,7 +131,7 @@ def _bad_blocks(context: Context, slot: Slot, parity: bool) -> list[int]:
     return bad
 
 
-def _servers(context: Context, choice: Choice) -> list[int]:
+def _servers(context: CourierState, choice: Choice) -> list[int]:
     """For each rank of the choice, the rank that reads its slot.
 
     That is the rank itself if it is on the node of the slot, otherwise ranks of that node in turn. For a slot that is
@@ -148,7 +148,7 @@ def is_of(slot: Slot, rank: int, attempt: Attempt) -> bool:
     return slot.header is not None and (slot.header.rank, slot.header.attempt) == (rank, attempt)
 
 
-def _fetch(context: Context, choice: Choice, serves: list[int], slots: dict[int, Slot]) -> list[Place]:
+def _fetch(context: CourierState, choice: Choice, serves: list[int], slots: dict[int, Slot]) -> list[Place]:
     """Fetch slots from other nodes; return those that did not arrive whole."""
     world = context.world
     if all(server == rank for rank, server in enumerate(serves)):
@@ -163,7 +163,7 @@ def _fetch(context: Context, choice: Choice, serves: list[int], slots: dict[int,
     return sorted(place for places in world.gather(failed) for place in places if place is not None)
 
 
-def fetch(context: Context, serves: Mapping[int, Slot], server: int | None, target: Slot | None,
+def fetch(context: CourierState, serves: Mapping[int, Slot], server: int | None, target: Slot | None,
           is_wanted: Callable[[Header], bool]) -> bool:  # fmt: skip
     """Send files to other ranks (``serves``) and receive one from ``server``. Collective.
 
@@ -208,7 +208,7 @@ class _Errand:
 
 
 def gather_shares(
-    context: Context, choice: Choice, slots: Mapping[int, Slot], checked: bool = True
+    context: CourierState, choice: Choice, slots: Mapping[int, Slot], checked: bool = True
 ) -> tuple[ShareFiles, list[Place]]:
     """Bring the shares that slots need to the nodes where these slots are read. Collective.
 
@@ -221,7 +221,7 @@ def gather_shares(
 
 
 def _gather_shares(
-    context: Context, choice: Choice, needed: Mapping[int, Shared], checked: bool
+    context: CourierState, choice: Choice, needed: Mapping[int, Shared], checked: bool
 ) -> tuple[ShareFiles, list[Place]]:
     needs = context.world.gather(needed)
     lacking = {rank for of_rank in needs for rank, shared in of_rank.items()
@@ -246,7 +246,7 @@ def _files_of(choice: Choice, rank: int) -> list[Place]:
     return [place] if place is not None else [p for p in (group.files if group else ()) if p is not None]
 
 
-def _errands(context: Context, choice: Choice, needs: Sequence[Sequence[Shared]]) -> Iterator[_Errand]:
+def _errands(context: CourierState, choice: Choice, needs: Sequence[Sequence[Shared]]) -> Iterator[_Errand]:
     """Which rank does what on each node, given where each rank needs these shares; the same list on all ranks."""
     topology = context.world.topology
     for node, ranks in enumerate(topology.ranks_on):
@@ -265,7 +265,7 @@ def _errands(context: Context, choice: Choice, needs: Sequence[Sequence[Shared]]
             yield _Errand(share, nbytes, whose, node, place, topology.reader(whose, place[0]))
 
 
-def _verify_shares(context: Context, attempt: Attempt, errands: list[_Errand], checked: bool) -> list[Place]:
+def _verify_shares(context: CourierState, attempt: Attempt, errands: list[_Errand], checked: bool) -> list[Place]:
     bad = []
     for errand in errands:
         if errand.rank == context.world.rank and not errand.comes:
@@ -284,7 +284,7 @@ def _verify_shares(context: Context, attempt: Attempt, errands: list[_Errand], c
     return sorted(place for places in context.world.gather(bad) for place in places)
 
 
-def _open_share(context: Context, attempt: Attempt, errand: _Errand) -> Slot:
+def _open_share(context: CourierState, attempt: Attempt, errand: _Errand) -> Slot:
     slot = context.pool.open(errand.place[1])
     if slot.header is None or not _is_share(attempt, errand, slot.header):
         raise CorruptSlot("the header of a share changed", rank=errand.rank)
@@ -296,7 +296,7 @@ def _is_share(attempt: Attempt, errand: _Errand, header: Header) -> bool:
     return found == (Kind.SHARE, attempt, errand.share, errand.nbytes)
 
 
-def _fetch_some(context: Context, attempt: Attempt, errands: list[_Errand]
+def _fetch_some(context: CourierState, attempt: Attempt, errands: list[_Errand]
                 ) -> tuple[dict[tuple[int, Share], int], list[Place]]:  # fmt: skip
     """Fetch one share each for some ranks; return the files where they are now, and those that could not be used."""
     world, pool = context.world, context.pool
@@ -342,7 +342,7 @@ def _fetch_some(context: Context, attempt: Attempt, errands: list[_Errand]
 
 
 def exchange_fragments(
-    context: Context, has: Mapping[int, tuple[Read, Sequence[Entry]]], asked: Mapping[int, Sequence[WantedPart]]
+    context: CourierState, has: Mapping[int, tuple[Read, Sequence[Entry]]], asked: Mapping[int, Sequence[WantedPart]]
 ) -> bool:
     """Send what others ask for from what this rank ``has`` of old ranks, and receive what this rank asks for.
 

@@ -15,9 +15,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import xxhash
 
+from ..courier.client import TrainerContext
 from ..courier.ranks import Ranks
 from ..courier.records import FoundInMemory
-from ..courier.trainer_context import TrainerContext
 from ..courier.wanted_parts import WantedPart
 from ..crash_points import reach
 from ..drain.checkpoint_directory import Listed
@@ -189,7 +189,7 @@ class Restores:
     @_doing
     def restore(self, state: Any, wanted: WantedStep, source: str | None = None) -> int | None:
         """Fill a state in place; see `Checkpointer.restore`."""
-        self._saves.begun.wait()
+        self._saves.reservations.wait()
         self._saves.find_replicas(state)
         search = _Search(wanted, source, others=True)
         while isinstance(found := self._choose(search), OpenInDirectory):
@@ -201,7 +201,7 @@ class Restores:
         opened, filling, has_same = self._compare(found, state)
         if isinstance(opened, RankCheckpoint) and filling is None:  # other shards
             home, opened = opened, self._as_elsewhere(opened, found.restores)
-            self._courier.call("heal_first", self._number_of(home))
+            self._courier.call("reprotect_first", self._number_of(home))
         if isinstance(opened, FoundElsewhere):
             return self._put_together(OpenInMemory(self._trainer, opened, checks=True), state)
         assert filling is not None
@@ -268,13 +268,13 @@ class Restores:
 
     @_doing
     def open(self, step: int | None, told: Collection[str], source: str | None = None) -> OpenCheckpoint | None:
-        """Open a checkpoint to read any part of it; see `Adapting.open`."""
+        """Open a checkpoint to read any part of it; see `AdapterAPI.open`."""
         find = self._find_whole if step is None else self._find
         found = find(_Search(WantedStep(step), source, others=True, told=told))
         if found is None or isinstance(found, OpenInDirectory):
             return found
         if isinstance(found, RankCheckpoint):
-            self._courier.call("heal_first", self._number_of(found))
+            self._courier.call("reprotect_first", self._number_of(found))
             restores = 0 if self._in_memory is None else self._in_memory.restores
             found = self._as_elsewhere(found, restores, same_ranks=True)
         return OpenInMemory(self._trainer, found, told=told)
@@ -287,7 +287,7 @@ class Restores:
         done: Callable[[], None],
         anew: bool = False,
     ) -> None:
-        """Read from an opened checkpoint and close it; see `Adapting.read`."""
+        """Read from an opened checkpoint and close it; see `AdapterAPI.read`."""
         start, step = time.perf_counter(), opened.step
         wanted_parts: list[WantedPart] = []
         try:
@@ -311,11 +311,11 @@ class Restores:
         return steps
 
     def newest_step(self) -> int | None:
-        """Find the newest step that can be loaded; see `Adapting.newest_step`."""
+        """Find the newest step that can be loaded; see `AdapterAPI.newest_step`."""
         return self._close(self._find_whole(_Search(NEWEST, others=True, remember=True)))
 
     def newest_alike(self) -> int | None:
-        """Find the largest step that the number of ranks that saved it can load; see `Adapting.newest_alike`."""
+        """Find the largest step that the number of ranks that saved it can load; see `AdapterAPI.newest_alike`."""
         reasons: dict[int, str] = {}
         for step in reversed(self.steps(alike=True)):
             why = self._why_not(step)
@@ -407,7 +407,7 @@ class Restores:
         return opened
 
     def _choose(self, search: _Search) -> FoundInMemory | OpenInDirectory | None:
-        """Choose a checkpoint; see `RestoreSession.choose`. One of a directory is opened."""
+        """Choose a checkpoint; see `Session.choose`. One of a directory is opened."""
         start = self._began = time.perf_counter()
         self._saves.settle()
         self._drains.settle()
@@ -463,7 +463,7 @@ class Restores:
         reach("restore.loaded")
         step, own = home.header.step, self._number_of(home)
         self._count(step, home, own)
-        self._courier.post(self._courier.job("heal_restored", own))
+        self._courier.post(self._courier.job("reprotect_restored", own))
         return step
 
     def _number_of(self, home: RankCheckpoint) -> int:

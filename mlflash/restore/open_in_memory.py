@@ -13,10 +13,9 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from ..courier import exchange_rounds
+from ..courier.client import TrainerContext
 from ..courier.describe_ranks import Described, gather_ranks
-from ..courier.trainer_context import TrainerContext
-from ..courier.wanted_parts import WantedPart, items
+from ..courier.wanted_parts import WantedPart, exchange, items
 from ..memory.node_directory import file_number
 from ..memory.slot import Attempt
 from ..protect.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
@@ -97,7 +96,7 @@ class OpenInMemory:
             asked: dict[int, list[WantedPart]] = {}
             count = self._ranks.on_all(functools.partial(self._read_near, left, asked))
             courier = self._trainer.courier
-            whole = exchange_rounds.exchange(courier, self._ranks, found.attempt, homes, found.files, asked)
+            whole = exchange(courier, self._ranks, found.attempt, homes, found.files, asked)
             agreed = self._ranks.agree(all_of={"whole": whole, "through": count < _PARTS})
             if agreed.through or not agreed.whole:
                 return bool(agreed.whole)

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from ..courier.choose_checkpoint import Choice, ParityGroup, choose
-from ..courier.state import Context
+from ..courier.state import CourierState
 from ..crash_points import reach
 from ..errors import CorruptSlot, MlflashError
 from ..memory.inventory import Place
@@ -37,7 +37,7 @@ log = logging.getLogger("mlflash")
 _BLOCK = 51
 
 
-def repair(context: Context, scrubber: Scrubber) -> None:
+def repair(context: CourierState, scrubber: Scrubber) -> None:
     """Repair what can be repaired. Collective over the world; in a job, while no save is being protected.
 
     What cannot be repaired stays as it is. No rank counts as damaged afterwards: the next finding begins anew.
@@ -46,7 +46,7 @@ def repair(context: Context, scrubber: Scrubber) -> None:
     start, world = time.perf_counter(), context.world
     home = max((slot for slot in context.pool.own if slot.use is Use.HOLDS and slot.header is not None),
                key=lambda slot: slot.generation, default=None)  # fmt: skip
-    header = None if home is None or home.header is None or context.unhealed is not None else home.header
+    header = None if home is None or home.header is None or context.unprotected is not None else home.header
     attempts = world.gather(None if header is None else (header.attempt, header.world_size))
     if home is None or header is None or any(attempt != (header.attempt, world.size) for attempt in attempts):
         return  # on all ranks: there is no attempt that all of them hold
@@ -91,7 +91,7 @@ def _restore_head(slot: Slot) -> None:
         give_receipts(slot)
 
 
-def _repair_own(context: Context, home: Slot, attempt: Attempt) -> tuple[int, bool]:
+def _repair_own(context: CourierState, home: Slot, attempt: Attempt) -> tuple[int, bool]:
     """Repair the own slots of all ranks; return how many blocks were repaired here, and whether this slot is whole."""
     world = context.world
     bad = _bad_blocks(context, home)
@@ -109,7 +109,7 @@ def _repair_own(context: Context, home: Slot, attempt: Attempt) -> tuple[int, bo
     return len(bad or ()) - len(left), bad is not None and not left
 
 
-def _bad_blocks(context: Context, home: Slot) -> list[int] | None:
+def _bad_blocks(context: CourierState, home: Slot) -> list[int] | None:
     """The bad blocks of a slot; None if its table is damaged."""
     assert home.header is not None
     if table_check(home.table(home.header.extents)) != home.header.table_check:
@@ -122,7 +122,7 @@ def _still_bad(home: Slot, blocks: Sequence[int] | None) -> list[int]:
     return [block for block in blocks or () if block not in good]
 
 
-def _repair_from_parity(context: Context, home: Slot, attempt: Attempt, damaged: Mapping[int, list[int]]) -> None:
+def _repair_from_parity(context: CourierState, home: Slot, attempt: Attempt, damaged: Mapping[int, list[int]]) -> None:
     """Repair blocks from parity; each member of a group must read its own slot."""
     world = context.world
     choice = choose(context.take_stock().of(attempt), world.topology.node_of)
@@ -136,7 +136,7 @@ def _repair_from_parity(context: Context, home: Slot, attempt: Attempt, damaged:
     repairs.close()
 
 
-def _reprotect(context: Context, home: Slot, attempt: Attempt) -> int:
+def _reprotect(context: CourierState, home: Slot, attempt: Attempt) -> int:
     """Make copies and parity again that are not whole; return how many were made here."""
     world, pool, protection = context.world, context.pool, context.protection
     before = _holding(context, attempt)
@@ -163,11 +163,11 @@ def _reprotect(context: Context, home: Slot, attempt: Attempt) -> int:
     return len(new)
 
 
-def _holding(context: Context, attempt: Attempt) -> list[Slot]:
+def _holding(context: CourierState, attempt: Attempt) -> list[Slot]:
     return [slot for slot in context.protection.kept(context.pool, attempt) if slot.use is Use.HOLDS]
 
 
-def _is_whole(context: Context, slot: Slot) -> bool:
+def _is_whole(context: CourierState, slot: Slot) -> bool:
     assert slot.header is not None
     return read_header(slot.view) == slot.header and _bad_blocks(context, slot) == []
 
@@ -176,7 +176,8 @@ def _is_whole(context: Context, slot: Slot) -> bool:
 # table of the damaged slot. Nothing is unsealed: whatever happens meanwhile, no block gets worse.
 
 
-def _repair_from_copies(context: Context, home: Slot, attempt: Attempt, damaged: Mapping[int, Sequence[int]]) -> None:
+def _repair_from_copies(context: CourierState, home: Slot, attempt: Attempt, damaged: Mapping[int, Sequence[int]]
+                        ) -> None:  # fmt: skip
     """Repair blocks that copies have; ``home``: the own slot, with a whole table if any of its blocks are damaged.
 
     Collective over the world.
@@ -203,7 +204,7 @@ def _repair_from_copies(context: Context, home: Slot, attempt: Attempt, damaged:
     world.waiting_for = ()
 
 
-def _copy_of(context: Context, owner: int, attempt: Attempt) -> Slot | None:
+def _copy_of(context: CourierState, owner: int, attempt: Attempt) -> Slot | None:
     for slot in context.pool.inbox.get(owner, ()):
         if owner != context.world.rank and slot.use is Use.HOLDS and slot.header is not None:
             try:
@@ -272,7 +273,7 @@ class ParityRepairs:
         beyond: the files of groups that have lost too much; if there are any, nothing can be repaired.
     """
 
-    def __init__(self, context: Context, choice: Choice, serves: Sequence[int], slots: Mapping[int, Slot],
+    def __init__(self, context: CourierState, choice: Choice, serves: Sequence[int], slots: Mapping[int, Slot],
                  damaged: Mapping[int, Sequence[int]]):  # fmt: skip
         self._context, self._choice, self._serves, self._slots, self._damaged = context, choice, serves, slots, damaged
         self._parity: dict[tuple[ParityGroup, int], Slot] = {}

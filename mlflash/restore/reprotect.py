@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from ..courier.state import Context
+from ..courier.state import CourierState
 from ..crash_points import reach
 from ..errors import CorruptSlot, MlflashError
 from ..memory.slot import Attempt, Slot
@@ -22,25 +22,25 @@ def give_receipts(*slots: Slot) -> None:
             slot.record_commit(slot.header.attempt, slot.header.step)
 
 
-def reprotect_or_remember(context: Context, home: Slot) -> None:
+def reprotect_or_remember(context: CourierState, home: Slot) -> None:
     """Call `reprotect`, with a few retries. If it fails, this is remembered, and each later save first tries again."""
     for _ in range(_TRIES):
         try:
             reprotect(context, home)
         except MlflashError as error:  # the same on all ranks
-            if context.unhealed is None and context.world.rank in (0, error.rank):
+            if context.unprotected is None and context.world.rank in (0, error.rank):
                 log.warning("the restored step has no full redundancy: %s", error)
-            context.unhealed = home
+            context.unprotected = home
             if not isinstance(error, CorruptSlot):
                 return  # only a copy that arrived damaged may arrive whole at another try
         else:
-            context.unhealed = None
+            context.unprotected = None
             assert home.header is not None
             context.pool.free_older(home.header.attempt)
             return
 
 
-def reprotect_left(context: Context) -> tuple[int | None, int]:
+def reprotect_left(context: CourierState) -> tuple[int | None, int]:
     """Make the redundancy whole of the newest attempt in memory, as a courier may have died before it was.
 
     Collective over the world. The slots of all ranks may be sealed although no rank has agreed that all copies are:
@@ -61,11 +61,11 @@ def reprotect_left(context: Context) -> tuple[int | None, int]:
     else:
         reprotect_or_remember(context, home)
     assert home.header is not None
-    counts = context.unhealed is None or not context.restored.rolled_forward
+    counts = context.unprotected is None or not context.restored.rolled_forward
     return (home.header.step, attempt.generation) if counts else (None, 0)
 
 
-def reprotect(context: Context, home: Slot) -> None:
+def reprotect(context: CourierState, home: Slot) -> None:
     """Make the copies and parity of the restored attempt in their new places; then free everything else. Collective.
 
     Raises:
@@ -98,7 +98,7 @@ def reprotect(context: Context, home: Slot) -> None:
     reach("heal.done")
 
 
-def protect_missing(context: Context, home: Slot, lacking: bool) -> None:
+def protect_missing(context: CourierState, home: Slot, lacking: bool) -> None:
     """Make the copies and parity that `Protection.missing` has found to be missing. Collective over the world."""
     world, pool, protection = context.world, context.pool, context.protection
     header = home.header

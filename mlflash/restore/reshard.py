@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..courier.trainer_context import TrainerContext
+from ..courier.client import TrainerContext
 from ..courier.wanted_parts import WantedPart, items
 from ..crash_points import reach
 from ..errors import Closed, CorruptSlot, DeadlineExceeded, MlflashError, SaveFailed, StructureMismatch

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from ..courier.state import Context
+from ..courier.state import CourierState
 from ..drain.drain import Drain
 from ..errors import MlflashError, text_of
 from ..events import Event
@@ -68,7 +68,7 @@ class Scrubber:
     ``rate``: bytes per second that are read; a drained file is read at the same rate at the same time.
     """
 
-    def __init__(self, context: Context, rate: float, newest_drain: Callable[[], Drain | None],
+    def __init__(self, context: CourierState, rate: float, newest_drain: Callable[[], Drain | None],
                  clock: Callable[[], float] = time.monotonic):  # fmt: skip
         self._context, self._rate, self._newest_drain, self._clock = context, rate, newest_drain, clock
         self._at = clock()

@@ -154,14 +154,14 @@ class _Kinds:
         self, values: list[Any], more: Mapping[Any, tuple[Any, Any]], segments: Sequence[Segment]
     ) -> list[DeviceCopies]:
         """Let devices begin their copies; ``more``: a further target and value, by device."""
-        found = []
+        copies = []
         for device, (targets, numbers) in self.on_devices.items():
             leaves = [as_bits(values[n]) for n in numbers]
             if device in more:
                 target, value = more[device]
                 targets, leaves = [*targets, target], [*leaves, value]
-            found.append(DeviceCopies(device, targets, leaves, segments))
-        return found
+            copies.append(DeviceCopies(device, targets, leaves, segments))
+        return copies
 
 
 def _in_pieces(target: np.ndarray, source: np.ndarray) -> list[Work]:

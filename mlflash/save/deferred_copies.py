@@ -14,16 +14,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..crash_points import reach
 from ..errors import DeadlineExceeded, StateError, text_of
 from ..events import Event
+from ..state.leaves import flat_bytes
 
 if TYPE_CHECKING:
     from ..memory.shared_memory_segment import Segment
-
-import numpy as np
-
-from ..state.leaves import flat_bytes
 
 Work = Callable[[], None]
 
@@ -265,10 +264,10 @@ class SampledBytes:
 
     def changed(self) -> str | None:
         """Return the name of a tensor whose copy does not have the noted bytes; None if all have them."""
-        found = _first_unlike(self._noted, self._names, self._rooms)
+        name = _first_unlike(self._noted, self._names, self._rooms)
         for into, names, rooms in self._elsewhere:
-            found = found or _first_unlike(into.numpy(), names, rooms)
-        return found
+            name = name or _first_unlike(into.numpy(), names, rooms)
+        return name
 
 
 def _step(nbytes: int) -> int:

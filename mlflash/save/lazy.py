@@ -52,10 +52,10 @@ class LazySaves:
             return None
         if not optimizers or not self._is_on:
             return None
-        others = [type(one).__name__ for one in optimizers if not is_torch_optimizer(one)]
+        others = [type(optimizer).__name__ for optimizer in optimizers if not is_torch_optimizer(optimizer)]
         is_first, self._is_first = self._is_first, False
         HOOK.register()
-        heard = tuple(one for one in optimizers if one in HOOK.heard)
+        heard = tuple(optimizer for optimizer in optimizers if optimizer in HOOK.heard)
         if others:
             self._say(f"{others[0]} is not a torch optimizer, so mlflash does not hear its steps")
         elif self._was_changed:
@@ -68,10 +68,10 @@ class LazySaves:
         """The leaves of a state that are copied later, see `LazyLeaves.find`; none if ``until`` is None."""
         if until is None or not self._is_on:
             return {}
-        found = self._leaves.find(flat, until)
+        leaves = self._leaves.find(flat, until)
         if self._leaves.why:
             self._say(self._leaves.why)
-        return found
+        return leaves
 
     def begin(self, later: DeferredCopies) -> None:
         """Make any optimizer's next step wait for copies."""
@@ -132,8 +132,8 @@ class LazyLeaves:
         self._structure = None  # in case of an exception in the next line, for example from a signal handler
         self._optimizers, self._owners = optimizers, self._look(flat, until)
         self._structure = flat.structure
-        found = ((number, owner.tensor) for number, owner in self._owners.items())
-        return {number: tensor for number, tensor in found if tensor is not None}  # some are made only for this call
+        owners = ((number, owner.tensor) for number, owner in self._owners.items())
+        return {number: tensor for number, tensor in owners if tensor is not None}  # some are made only for this call
 
     def _look(self, flat: Flat, until: Until) -> dict[int, _Owner]:
         lazy = [(number, value) for number, value in enumerate(flat.values) if _is_lazy(value)]
@@ -143,8 +143,8 @@ class LazyLeaves:
             return {}
         of_optimizers = (tensor for optimizer in until.optimizers for tensor in _tensors_of(optimizer))
         memory = _Memory(itertools.chain(of_optimizers, map(local, until.owned())))
-        found = ((number, value, memory.owner_of(value)) for number, value in lazy)
-        owned = {number: _Owner(value, owner) for number, value, owner in found if owner is not None}
+        owners = ((number, value, memory.owner_of(value)) for number, value in lazy)
+        owned = {number: _Owner(value, owner) for number, value, owner in owners if owner is not None}
         if lazy and not owned:
             self.why = _NONE_OWNED
         return owned
@@ -174,11 +174,11 @@ class _Memory:
         for tensor in tensors:
             if not nbytes_of(tensor) or not tensor.is_contiguous() or not (begin := tensor.data_ptr()):
                 continue
-            there = self._tensors.setdefault(tensor.device, {})
-            if begin not in there or nbytes_of(there[begin]) < nbytes_of(tensor):
-                there[begin] = tensor
-        for device, there in self._tensors.items():
-            self._begins[device] = sorted(there)
+            tensors_at = self._tensors.setdefault(tensor.device, {})
+            if begin not in tensors_at or nbytes_of(tensors_at[begin]) < nbytes_of(tensor):
+                tensors_at[begin] = tensor
+        for device, tensors_at in self._tensors.items():
+            self._begins[device] = sorted(tensors_at)
 
     def owner_of(self, leaf: Any) -> Any:
         """The tensor whose memory contains all of a contiguous leaf; None: there is none."""
@@ -239,7 +239,7 @@ class Steps:
 
     def before_next(self, later: DeferredCopies) -> None:
         """Make any optimizer's next step wait for copies."""
-        self.laters = [*(one for one in self.laters if not one.is_over), later]
+        self.laters = [*(waiting for waiting in self.laters if not waiting.is_over), later]
         if self not in HOOK.listeners:
             HOOK.listeners.add(self)
             HOOK.register()
@@ -282,8 +282,8 @@ class _Hook:
         def hook(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
             if torch.compiler.is_compiling() and passes_by():
                 return None
-            told: Arguments | None = tell(optimizer, args, kwargs)
-            return told
+            instead: Arguments | None = tell(optimizer, args, kwargs)
+            return instead
 
         self._handle = register_optimizer_step_pre_hook(hook)
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from ..courier.client import TrainerContext
 from ..courier.ranks import Ranks, check_torch_rank
 from ..courier.records import SaveRequest
-from ..courier.trainer_context import TrainerContext
 from ..crash_points import reach
 from ..errors import (
     DeadlineExceeded,
@@ -68,7 +68,7 @@ class SaveQueue:
         self._pending: list[Snapshot] = []
         self._version = 0  # version of what ranks share
         self._staging: PendingSave | None = None  # the newest save that waits for room
-        self.begun = ReservedSaves(self._post_failure, config.timeout_s)
+        self.reservations = ReservedSaves(self._post_failure, config.timeout_s)
         self.last_step: int | None = None  # the newest step saved or restored; the next one must be larger
         self.undefined = ""  # why the state is undefined: a restore failed after it had changed some of it
         self._flattener = Flattener()
@@ -78,27 +78,27 @@ class SaveQueue:
 
     def save(self, step: int, state: object, until: object = None) -> Snapshot:
         """Stage a state and post the rest; see `Checkpointer.save`."""
-        self.begun.wait()
+        self.reservations.wait()
         return self._save(step, lambda save: self._fill(save, self._flattener.flatten(state), until))
 
     def begin(self, step: int, thread: threading.Thread) -> ReservedSave:
-        """Announce that a save follows; see `Adapting.begin`."""
-        self.begun.end()
-        begun = self.begun.add(step, thread, self.staged_states.all)
+        """Announce that a save follows; see `AdapterAPI.begin`."""
+        self.reservations.end()
+        reservation = self.reservations.add(step, thread, self.staged_states.all)
         self.last_step = step if self.last_step is None else max(step, self.last_step)
-        return begun
+        return reservation
 
-    def _post_failure(self, begun: ReservedSave) -> None:
+    def _post_failure(self, reservation: ReservedSave) -> None:
         """Post the failure of a save that does not follow: other ranks may have posted theirs."""
-        for ahead in begun.staged_states:
-            self.staged_states.give_up(ahead)
+        for early in reservation.staged_states:
+            self.staged_states.give_up(early)
         try:
-            self._save(begun.step, _fail, again=True)
+            self._save(reservation.step, _fail, again=True)
         except MlflashError:
             pass  # the failure was reported for this step
 
-    def save_again(self, flat: Flat | StagedState | MlflashError, begun: ReservedSave) -> Snapshot:
-        """Save what was begun, which may be the newest one once more; see `Adapting.save_again`."""
+    def save_again(self, flat: Flat | StagedState | MlflashError, reservation: ReservedSave) -> Snapshot:
+        """Save what was begun, which may be the newest one once more; see `AdapterAPI.save_again`."""
 
         def fill(save: PendingSave) -> None:
             if isinstance(flat, MlflashError):
@@ -112,17 +112,17 @@ class SaveQueue:
             else:
                 self._fill(save, flat)
 
-        with self.begun.coming(begun):
-            for ahead in begun.staged_states:
-                if ahead is not flat:
-                    self.staged_states.give_up(ahead)
-            return self._save(begun.step, fill, again=True)
+        with self.reservations.claimed(reservation):
+            for early in reservation.staged_states:
+                if early is not flat:
+                    self.staged_states.give_up(early)
+            return self._save(reservation.step, fill, again=True)
 
-    def stage_ahead(self, flat: Flat, until: Until | None = None) -> StagedState | None:
+    def stage_early(self, flat: Flat, until: Until | None = None) -> StagedState | None:
         """Stage a state whose step is not known yet; None if that needs other ranks.
 
         That is the case if its slots must be made first, if the ranks must agree on what is shared, or if another state
-        is staged ahead.
+        is staged early.
         """
         if self.staged_states.all or not self._is_settled(flat) or self._is_staging:
             return None
@@ -130,9 +130,9 @@ class SaveQueue:
         return self.staged_states.stage(flat, self.plan(flat), timeout_s, until)
 
     def forget(self) -> None:
-        """Forget the slots, which will be replaced, and what was staged ahead into them."""
-        for ahead in self.staged_states.all:
-            self.staged_states.give_up(ahead)
+        """Forget the slots, which will be replaced, and what was staged early into them."""
+        for early in self.staged_states.all:
+            self.staged_states.give_up(early)
         self.stage.forget()
 
     def end(self) -> None:
@@ -203,7 +203,7 @@ class SaveQueue:
 
     def settle(self) -> None:
         """Wait as `wait` does, but raise nothing: collective calls begin with this, on all ranks."""
-        self.begun.wait()
+        self.reservations.wait()
         for snapshot in self._pending:
             try:
                 snapshot.wait()
@@ -339,13 +339,13 @@ class SaveQueue:
             taken = self._slots.take(0, request)
             request.skip = taken is None
             return taken
-        # A failed heal may hold back slots. Then do not wait here: the job of this save tries the heal again.
-        end = time.monotonic() + (0.0 if self._trainer.is_unhealed else self._config.timeout_s)
+        # Do not wait for slots that are held back until the restored step is protected: this save's job tries that.
+        end = time.monotonic() + (0.0 if self._trainer.is_unprotected else self._config.timeout_s)
         while (taken := self._slots.take(0.05, request)) is None:
             self._refuse_if_stuck(save)
             if time.monotonic() > end:
                 held = "both slots are still busy with earlier saves"
-                if self._trainer.is_unhealed:
+                if self._trainer.is_unprotected:
                     held = "the restored step has no full redundancy yet, and both slots are needed for it"
                 raise self._failure(save, held)
         return taken

@@ -34,6 +34,8 @@ from .copy_plan import CopyPlan
 from .deferred_copies import DeferredCopies, SampledBytes, Work
 from .lazy import LazySaves, Until
 
+log = logging.getLogger("mlflash")
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
@@ -87,12 +89,12 @@ class Staging:
     @_whole_or_anew
     def plan(self, flat: Flat, sharing: Sharing | None = None, is_shared: Callable[[Leaf], bool] | None = None) -> Plan:
         """Lay out a state, or find it laid out; ``is_shared``: which parts ranks hold alike, if it is new."""
-        its, known = flat.structure, self.knows(flat)
-        if not known or its.tree is not self._tree:
-            self._tree_bytes = manifest.encode_tree(its.tree)  # not compared, because 1 == True == 1.0
-            self._tree = its.tree
+        structure, known = flat.structure, self.knows(flat)
+        if not known or structure.tree is not self._tree:
+            self._tree_bytes = manifest.encode_tree(structure.tree)  # not compared, because 1 == True == 1.0
+            self._tree = structure.tree
         if known and self._layout is not None:
-            self._structure = its
+            self._structure = structure
             planned = self._planned(flat, self._layout, sharing)
             if len(planned.manifest) <= self._layout.extents.manifest_room:
                 return planned
@@ -103,12 +105,12 @@ class Staging:
                 if leaf.tie in shared or (leaf.tie < 0 and is_shared is not None and is_shared(leaf)):
                     shared.add(i)
         # The length of the entries' text depends on their places. Twice the text without places is enough room.
-        draft = manifest.encode_entries(its.entries)
+        draft = manifest.encode_entries(structure.entries)
         joined = manifest.join(draft, self._tree_bytes, flat.plain, None, self._provenance)
-        length = len(joined) + 20 * len(its.entries) + 80
+        length = len(joined) + 20 * len(structure.entries) + 80
         self._layout = plan(flat, length, shared)
         self._pieces = () if sharing is None else tuple(pieces(self._layout, len(sharing.siblings)))
-        self._structure = its
+        self._structure = structure
         self._entries = manifest.encode_entries(self._layout.entries)
         self._ways.clear()
         return self._planned(flat, self._layout, sharing)
@@ -176,7 +178,7 @@ class Staging:
             return checks, None
         samples.note()
         names = flat.structure.entries
-        watched = ((names[n].name, one) for n, owner in lazy.items() for one in (flat.values[n], owner))
+        watched = ((names[n].name, tensor) for n, owner in lazy.items() for tensor in (flat.values[n], owner))
         copies = DeferredCopies(later, transfers, watched, self._timeout_s, samples)
         for segment in way.segments:
             segment.writers.append(copies)
@@ -331,7 +333,7 @@ class StagedStates:
 
     def stage(self, flat: Flat, planned: Plan, timeout_s: float, until: Until | None = None) -> StagedState | None:
         """Stage a state; None if no slots are free in time, or if they have to be made first."""
-        ahead: StagedState | None = None
+        early: StagedState | None = None
         try:
             taken = self._pool.take(timeout_s, flat)
             if taken is None or not has_room(planned, *taken):
@@ -339,43 +341,40 @@ class StagedStates:
             assert taken[0].segment is not None
             inode = taken[0].segment.inode
             copied = self._stage.copy(flat, planned, *taken, self._lazy.find(flat, until))
-            ahead = StagedState(*taken, planned, inode, *copied)
-            self._pool.hand_over(taken, ahead)
-            self.all += (ahead,)
-            if ahead.later is not None:
-                self._lazy.begin(ahead.later)
-                threading.Thread(target=ahead.later.help, name="mlflash-copies", daemon=True).start()
+            early = StagedState(*taken, planned, inode, *copied)
+            self._pool.hand_over(taken, early)
+            self.all += (early,)
+            if early.later is not None:
+                self._lazy.begin(early.later)
+                threading.Thread(target=early.later.help, name="mlflash-copies", daemon=True).start()
         except MlflashError:
             return None
         finally:
-            if ahead is None:
+            if early is None:
                 self._pool.give_back(flat)
-        return ahead
+        return early
 
-    def take(self, ahead: StagedState) -> bool:
+    def take(self, early: StagedState) -> bool:
         """Leave a state to a save; False if it was given up."""
-        known = ahead in self.all
-        self.all = tuple(other for other in self.all if other is not ahead)
+        known = early in self.all
+        self.all = tuple(other for other in self.all if other is not early)
         return known
 
-    def give_up(self, ahead: StagedState) -> None:
+    def give_up(self, early: StagedState) -> None:
         """Let other saves use the slots of a state."""
-        if self.take(ahead):
-            ahead.given_up = True
+        if self.take(early):
+            early.given_up = True
             # A forked process has nobody that makes these copies.
-            if ahead.later is not None and ahead.maker == os.getpid():
+            if early.later is not None and early.maker == os.getpid():
                 try:
-                    ahead.later.cancel()
+                    early.later.cancel()
                 except DeadlineExceeded:
                     pass  # a device still writes: nobody gets that slot
-            self._pool.give_back(ahead)
+            self._pool.give_back(early)
 
 
 # Saves that all ranks begin before it is known whether they follow: a framework plans first, and may fail. A rank on
 # which a save does not follow posts its failure: the jobs of all ranks must match.
-
-
-log = logging.getLogger("mlflash")
 
 
 @dataclasses.dataclass(eq=False)
@@ -384,8 +383,8 @@ class ReservedSave:
 
     step: int
     thread: threading.Thread  # works for it, and has finished with it when it posts it, begins something else, or ends
-    staged_states: tuple[StagedState, ...]  # what had been staged ahead when it was begun; nothing else will use it
-    came: bool = False  # whether its thread has come back to save it, and will post it
+    staged_states: tuple[StagedState, ...]  # what had been staged early when it was begun; nothing else will use it
+    is_claimed: bool = False  # whether its thread has come back to save it, and will post it
 
 
 class ReservedSaves:
@@ -397,25 +396,26 @@ class ReservedSaves:
         self._lock = threading.Lock()
 
     def add(self, step: int, thread: threading.Thread, staged_states: tuple[StagedState, ...]) -> ReservedSave:
-        """Announce that a save follows; see `Adapting.begin`."""
-        begun = ReservedSave(step, thread, staged_states)
+        """Announce that a save follows; see `AdapterAPI.begin`."""
+        reservation = ReservedSave(step, thread, staged_states)
         with self._lock:
-            self._all.append(begun)
-        return begun
+            self._all.append(reservation)
+        return reservation
 
     def end(self, at_once: bool = False) -> None:
         """Post the failure of saves that their thread has left; ``at_once``: also of those whose thread still works."""
-        here = threading.current_thread()
+        current = threading.current_thread()
         with self._lock:
-            waiting = [begun for begun in self._all if not begun.came]
-            over = [one for one in waiting if at_once or one.thread is here or not one.thread.is_alive()]
-            self._all = [begun for begun in self._all if begun not in over]
-        for begun in over:
+            waiting = [save for save in self._all if not save.is_claimed]
+            over = [save for save in waiting if at_once or save.thread is current or not save.thread.is_alive()]
+            self._all = [save for save in self._all if save not in over]
+        for reservation in over:
             if at_once:
                 log.warning(
-                    "step %d is not saved: the thread that began this save did not come back to it in time", begun.step
+                    "step %d is not saved: the thread that began this save did not come back to it in time",
+                    reservation.step,
                 )
-            self._post_failure(begun)
+            self._post_failure(reservation)
 
     def wait(self) -> None:
         """Wait until all saves, or their failures, are posted; what this thread posts next comes after them."""
@@ -426,14 +426,14 @@ class ReservedSaves:
             self.end(at_once=time.monotonic() > end)
 
     @contextlib.contextmanager
-    def coming(self, begun: ReservedSave) -> Iterator[None]:
+    def claimed(self, reservation: ReservedSave) -> Iterator[None]:
         """Let other threads' posts wait until the block has posted this save. Raises SaveFailed if it was given up."""
         with self._lock:
-            if begun not in self._all:
-                raise SaveFailed("this save was given up before its thread came back to it", step=begun.step)
-            begun.came = True
+            if reservation not in self._all:
+                raise SaveFailed("this save was given up before its thread came back to it", step=reservation.step)
+            reservation.is_claimed = True
         try:
             yield
         finally:
             with self._lock:
-                self._all.remove(begun)
+                self._all.remove(reservation)

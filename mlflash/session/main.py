@@ -10,22 +10,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
-import mmap
-import os
 import select
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
-
-import numpy as np
 
 from ..config import Config
 from ..courier.channel import Broken, Call, Channel, Reply
-from ..courier.exchange_rounds import Part
 from ..courier.records import SaveRequest
-from ..courier.wanted_parts import WantedPart
+from ..courier.wanted_parts import Landing
 from ..drain.drain import Drain
 from ..errors import Closed, MlflashError, SaveFailed, text_of
 from ..events import Event
@@ -39,10 +33,10 @@ from .session import Session
 
 log = logging.getLogger("mlflash")
 
-ORPHAN_S = 4.0  # limit for posted jobs to end after their trainer; see `zygote.ENDS_S`
+ORPHAN_S = 4.0  # limit for posted jobs to end after their trainer; see `fork_server.ENDS_S`
 _CLOSED = 8  # sessions that can still be asked for their report
-_TOLD_S = 0.05  # shortest time between two reports of a drain's progress
-_TOLD_OF_DRAIN = ("step", "path", "nbytes", "written", "progress", "moved", "silent", "seconds", "error", "done")
+_REPORT_S = 0.05  # shortest time between two reports of a drain's progress
+_DRAIN_FIELDS = ("step", "path", "nbytes", "written", "progress", "moved", "silent", "seconds", "error", "done")
 
 
 def run(forked: Forked) -> None:
@@ -51,63 +45,65 @@ def run(forked: Forked) -> None:
     if forked.has_mpi:
         comm = load_mpi().COMM_WORLD
         forked.tell_mpi_is_up()
-    link = Link(Channel(forked.trainer), forked.trains_on)
-    log.addHandler(_Forward(link))
+    trainer = TrainerConnection(Channel(forked.trainer), forked.trains_on)
+    log.addHandler(_Forward(trainer))
     log.propagate = False
-    sessions: dict[int, Hosted] = {}
+    sessions: dict[int, SessionThread] = {}
     try:
-        _serve(forked, link, comm, sessions)
+        _serve(forked, trainer, comm, sessions)
     except Broken as error:
         log.error("the courier ends: its trainer sent %s", error)
-    link.lose()
+    trainer.lose()
     _finish(sessions)
 
 
-def _serve(forked: Forked, link: Link, comm: Any, sessions: dict[int, Hosted]) -> None:
+def _serve(forked: Forked, trainer: TrainerConnection, comm: Any, sessions: dict[int, SessionThread]) -> None:
     """Do what the trainer sends, until it has ended."""
-    sock = link.channel.sock
+    sock = trainer.channel.sock
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     poll.register(forked.trainer_pidfd, select.POLLIN)
-    while not link.is_lost.is_set():
+    while not trainer.is_lost.is_set():
         ready = [fd for fd, _ in poll.poll()]
         if sock.fileno() in ready:
-            frames = link.channel.receive()
+            frames = trainer.channel.receive()
             if frames is None:
                 return
             for frame in frames:
                 if isinstance(frame, Reply):
-                    link.replied(frame)
+                    trainer.replied(frame)
                 else:
-                    _take(frame, link, comm, sessions)
+                    _take(frame, trainer, comm, sessions)
         elif forked.trainer_pidfd in ready:  # everything that it had sent has been read
             return
 
 
-def _take(call: Call, link: Link, comm: Any, sessions: dict[int, Hosted]) -> None:
+def _take(call: Call, trainer: TrainerConnection, comm: Any, sessions: dict[int, SessionThread]) -> None:
     if call.method == "open":
-        _open(call.session, link, comm, sessions, *call.args)
+        _open(call.session, trainer, comm, sessions, *call.args)
     elif call.session in sessions:
         sessions[call.session].take(call)
-        for number in [number for number, one in sessions.items() if one.is_closed][:-_CLOSED]:
+        for number in [number for number, session in sessions.items() if session.is_closed][:-_CLOSED]:
             del sessions[number]
     elif call.job:
         raise Broken(f"a job for session {call.session}, which does not exist")
     elif call.number:  # the last courier has freed it
-        link.send(Reply(call.session, call.number, None, Closed("this Checkpointer was closed")))
+        trainer.send(Reply(call.session, call.number, None, Closed("this Checkpointer was closed")))
 
 
-def _open(session: int, link: Link, comm: Any, sessions: dict[int, Hosted], version: str, log_level: int,
-          config: Config, ranks: tuple[int, ...], earlier: int) -> None:  # fmt: skip
+def _open(
+    session: int, trainer: TrainerConnection, comm: Any, sessions: dict[int, SessionThread], version: str,
+    log_level: int, config: Config, ranks: tuple[int, ...], earlier: int,
+) -> None:  # fmt: skip
     if version != __version__:
         raise Broken(f"calls of mlflash {version}, and this is {__version__}")
     log.setLevel(log_level)
     if session in sessions:  # its trainer has introduced it again, not knowing that this courier had heard of it
         return
-    sessions[session] = Hosted(session, link, comm, list(sessions.values()), config, ranks, earlier)
+    sessions[session] = SessionThread(session, trainer, comm, list(sessions.values()), config, ranks, earlier)
 
 
-def _finish(sessions: dict[int, Hosted]) -> None:
+def _finish(sessions: dict[int, SessionThread]) -> None:
     """Wait up to `ORPHAN_S` for the jobs that the ended trainer has posted, and give up what is left."""
     end = time.monotonic() + ORPHAN_S
     for hosted in sessions.values():
@@ -119,7 +115,7 @@ def _finish(sessions: dict[int, Hosted]) -> None:
             hosted.session.context.recorder.end()
 
 
-class Hosted:
+class SessionThread:
     """A session, and the thread that does its jobs.
 
     Args:
@@ -132,19 +128,19 @@ class Hosted:
         Broken: its ranks are not ranks of these couriers, or this rank is not among them.
     """
 
-    def __init__(self, number: int, link: Link, comm: Any, before: Iterable[Hosted], config: Config,
-                 ranks: tuple[int, ...], earlier: int):  # fmt: skip
-        self.number, self._link = number, link
+    def __init__(self, number: int, trainer: TrainerConnection, comm: Any, before: Iterable[SessionThread],
+                 config: Config, ranks: tuple[int, ...], earlier: int):  # fmt: skip
+        self.number, self._trainer = number, trainer
         rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
         self._slots = config.memory, config.job
         self.is_closed, self.has_ended = False, Event()
-        self._before = [one for one in before if one.is_closed and one._slots == self._slots]
+        self._before = [thread for thread in before if thread.is_closed and thread._slots == self._slots]
         if len({*ranks}) != len(ranks) or rank not in ranks or not {*ranks} <= {*range(size)}:
             raise Broken(f"a session of the ranks {str(ranks)[:80]} for rank {rank} of {size}")
         # Each session has its own communicators from the start, so the other sessions of these ranks do not matter.
         self.world = World(comm, config.here, config.timeout_s, ranks, f"{earlier}")
         self.jobs = JobThread(self.world)
-        self.session = Session(config, self.world, self.jobs, self._drain_began, trains_on=link.trains_on)
+        self.session = Session(config, self.world, self.jobs, self._drain_began, trains_on=trainer.trains_on)
         self._drains = 0
         self._posted = self._done = 0  # jobs
         self._ending = threading.Condition()
@@ -163,33 +159,33 @@ class Hosted:
         args, landing = call.args, None
         if call.method in Session.ASK_BACK:
             request = args[0] if isinstance(args[0], SaveRequest) else None
-            args = (*args, RemoteTrainer(self._link, self.number, self.world, call.number, request))
+            args = (*args, TrainerProxy(self._trainer, self.number, self.world, call.number, request))
         elif call.method == "exchange":
             *others, asked = args
-            landing = Landing(self._link.channel.descriptors.popleft(), asked)
-            args = (*others, landing.asked)
+            landing = Landing(self._trainer.channel.descriptors.popleft())
+            args = (*others, landing.wanted(asked))
         self._posted += 1
         work = functools.partial(self._do, call.method, args, landing)
-        late = lambda error: self._link.send(Call(self.number, 0, "late", (call.number, error)))
-        self.jobs.post(Job(work, late, functools.partial(self._told, call)))
+        late = lambda error: self._trainer.send(Call(self.number, 0, "late", (call.number, error)))
+        self.jobs.post(Job(work, late, functools.partial(self._ended, call)))
 
     def _do(self, method: str, args: tuple[Any, ...], landing: Landing | None) -> Any:
         try:
             if method == "start":  # what an exception has left is given some time to end
-                self.world.wait_for(lambda: all(one.has_ended.is_set() for one in self._before))
+                self.world.wait_for(lambda: all(thread.has_ended.is_set() for thread in self._before))
                 self._before = []
             result = self.session.do(method, args)
             if method == "start":
-                self.session.attach(RemoteTrainer(self._link, self.number, self.world))
+                self.session.attach(TrainerProxy(self._trainer, self.number, self.world))
             return result
         finally:
             if landing is not None:
                 landing.close()
 
-    def _told(self, call: Call, job: Job) -> None:
+    def _ended(self, call: Call, job: Job) -> None:
         if self.jobs.broken is not None and not job.is_refused:
             broken = Closed("the courier of this rank failed", found=text_of(self.jobs.broken))
-            self._link.send(Call(self.number, 0, "broke", (broken,)))
+            self._trainer.send(Call(self.number, 0, "broke", (broken,)))
         self._reply(call, job.result, job.error, job.is_refused)
         with self._ending:
             self._done += 1
@@ -213,7 +209,7 @@ class Hosted:
     def _reply(self, call: Call, result: Any, error: BaseException | None, refused: bool = False) -> None:
         if error is not None and not isinstance(error, MlflashError):
             error = Closed(f"the courier failed: {text_of(error)}")
-        self._link.send(Reply(self.number, call.number, None if error is not None else result, error, refused))
+        self._trainer.send(Reply(self.number, call.number, None if error is not None else result, error, refused))
 
     def _close(self, call: Call, abandon: bool) -> None:
         """End the jobs and release memory.
@@ -234,43 +230,24 @@ class Hosted:
 
     def _drain_began(self, drain: Drain) -> None:
         self._drains += 1
-        number, told_at = self._drains, [0.0]
+        number, reported_at = self._drains, [0.0]
 
         def tell() -> None:
             now = time.monotonic()
-            if drain.done or now - told_at[0] > _TOLD_S:
-                told_at[0] = now
-                state = {name: getattr(drain, name) for name in _TOLD_OF_DRAIN}
-                self._link.send(Call(self.number, 0, "drain_moved", (number, state)))
+            if drain.done or now - reported_at[0] > _REPORT_S:
+                reported_at[0] = now
+                state = {name: getattr(drain, name) for name in _DRAIN_FIELDS}
+                self._trainer.send(Call(self.number, 0, "drain_moved", (number, state)))
 
         drain.on_change = tell
         tell()
-
-
-class Landing:
-    """A file for parts from other ranks, which the trainer also maps."""
-
-    def __init__(self, fd: int, asked: Mapping[int, Sequence[Part]]):
-        self._fd = fd
-        size = os.fstat(fd).st_size
-        self._view = np.frombuffer(mmap.mmap(fd, size) if size else b"", np.uint8)
-        self.asked = {rank: [self._wanted(part) for part in parts] for rank, parts in asked.items()}
-
-    def _wanted(self, part: Part) -> WantedPart:
-        raw = self._view[part.at : part.at + part.nbytes]
-        target = raw.reshape(*part.shape, part.nbytes // max(1, math.prod(part.shape)))
-        return WantedPart(part.rank, part.number, part.source, part.shape, target)
-
-    def close(self) -> None:
-        self.asked, self._view = {}, np.empty(0, np.uint8)
-        os.close(self._fd)
 
 
 class TrainerLost(MlflashError):
     """The trainer has ended and cannot answer."""
 
 
-class Link:
+class TrainerConnection:
     """The channel to the trainer, shared by all threads of the courier."""
 
     def __init__(self, channel: Channel, trains_on: frozenset[int] = frozenset()):
@@ -318,7 +295,7 @@ class Link:
         woken.set()
 
 
-class RemoteTrainer:
+class TrainerProxy:
     """The trainer as a session sees it: see `records.Trainer`.
 
     Args:
@@ -326,12 +303,14 @@ class RemoteTrainer:
         request: of the save that this is; None: it is none.
     """
 
-    def __init__(self, link: Link, session: int, world: World, job: int = 0, request: SaveRequest | None = None):
-        self._link, self._session, self._world, self._job = link, session, world, job
+    def __init__(
+        self, trainer: TrainerConnection, session: int, world: World, job: int = 0, request: SaveRequest | None = None
+    ):
+        self._trainer, self._session, self._world, self._job = trainer, session, world, job
         self._has_deferred = request is not None and request.has_deferred
 
     def _tell(self, method: str, *args: object) -> None:
-        self._link.send(Call(self._session, 0, method, args, self._job))
+        self._trainer.send(Call(self._session, 0, method, args, self._job))
 
     def update(self, files: Sequence[SlotFile]) -> None:
         self._tell("update", [*files])
@@ -339,16 +318,16 @@ class RemoteTrainer:
     def freed(self) -> None:
         self._tell("freed")
 
-    def told_sharing(self, sharing: SharingNews) -> None:
-        self._tell("told_sharing", sharing)
+    def set_sharing(self, sharing: SharingNews) -> None:
+        self._tell("set_sharing", sharing)
 
-    def told_unhealed(self, is_unhealed: bool) -> None:
-        self._tell("told_unhealed", is_unhealed)
+    def set_unprotected(self, is_unprotected: bool) -> None:
+        self._tell("set_unprotected", is_unprotected)
 
     # In the middle of a job
 
     def _ask(self, method: str, *args: object) -> Any:
-        return self._link.ask(self._world, self._session, self._job, method, *args)
+        return self._trainer.ask(self._world, self._session, self._job, method, *args)
 
     def shareable(self) -> list[ShareableLeaf]:
         leaves: list[ShareableLeaf] = self._ask("shareable")
@@ -407,15 +386,15 @@ def _lost() -> SaveFailed:
 class _Forward(logging.Handler):
     """Sends what the courier logs to the trainer, which logs it."""
 
-    def __init__(self, link: Link):
+    def __init__(self, trainer: TrainerConnection):
         super().__init__()
-        self._link = link
+        self._trainer = trainer
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
             text += f": {text_of(record.exc_info[1])}"
-        if self._link.is_lost.is_set():
+        if self._trainer.is_lost.is_set():
             with contextlib.suppress(OSError):  # the launcher, which read the output, may have ended, too
                 print(f"mlflash courier: {text}", flush=True)
-        self._link.send(Call(0, 0, "log", (record.levelno, text)))
+        self._trainer.send(Call(0, 0, "log", (record.levelno, text)))

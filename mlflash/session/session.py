@@ -2,43 +2,63 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import commit, crash_points
 from ..config import Config
-from ..courier.records import SaveRequest, Start, Started, Trainer
+from ..courier.records import FoundInMemory, SaveRequest, Start, Started, Trainer
 from ..courier.start import make
-from ..courier.state import Context
+from ..courier.state import Saved
+from ..courier.wanted_parts import WantedPart
+from ..drain import checkpoint_directory
+from ..drain.checkpoint_directory import Listed
 from ..drain.drain import Drain
 from ..drain.provenance import Signer, signer_of
 from ..drain.queue import DrainQueue
-from ..errors import ConfigError, MlflashError
+from ..errors import ConfigError, CorruptSlot, MlflashError
 from ..launch import mpi_library
+from ..memory.inventory import WantedStep, write_verdict
+from ..memory.node_directory import file_number
 from ..memory.own_slots import SlotFile
+from ..memory.shared_memory_segment import Segment
+from ..memory.slot import Attempt, Slot, Verdict
 from ..mpi.job_thread import JobThread
 from ..mpi.world import World
 from ..placement.survival import describe, of
 from ..protect.deduplication import Shareable
-from ..restore.choose import Sources, reprotect_newest, scavenge
+from ..protect.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
+from ..restore.choose import Sources, count_restore, reprotect_newest, restorable_steps, scavenge
+from ..restore.fetch import exchange_fragments
+from ..restore.open_in_memory import FoundElsewhere
 from ..restore.repair import repair
 from ..restore.reprotect import reprotect_left, reprotect_or_remember
 from ..restore.scrub import Scrubber
 from ..version import __version__
-from .restores import RestoreSession
 
 
-class Session(RestoreSession):
+@dataclasses.dataclass(frozen=True)
+class _Checked:
+    """A checkpoint of this rank that was found and verified, for a restore that follows at once."""
+
+    home: RankCheckpoint
+    asked: WantedStep
+    generation: int  # of the newest attempt at that time: a later save may have overwritten the checkpoint
+
+
+class Session:
     """The courier's side of one Checkpointer. It lives where MPI may be called.
 
     Its trainer calls its methods by name (`channel`). Those of the first section are jobs: the courier does them one
     after the other, and every rank posts the same jobs in the same order, so they are collective over the world. They
-    raise MlflashError on all ranks. `restores` has those for restoring. Those of the last section are answered at once,
-    on any thread, and are not collective.
+    raise MlflashError on all ranks. Those of the last section are answered at once, on any thread, and are not
+    collective.
 
     Args:
-        told_drain: called with each drain that begins.
+        drain_began: called with each drain that begins.
         trains_on: the cores of the trainer.
 
     Attributes:
@@ -48,11 +68,13 @@ class Session(RestoreSession):
     ASK_BACK = frozenset({"commit", "commit_restored", "settle_shared"})
     """Jobs that ask their trainer something meanwhile. Its answers are their last argument."""
 
-    def __init__(self, config: Config, world: World, jobs: JobThread, told_drain: Callable[[Drain], None],
+    def __init__(self, config: Config, world: World, jobs: JobThread, drain_began: Callable[[Drain], None],
                  trains_on: frozenset[int]):  # fmt: skip
-        super().__init__()
-        self._config, self._world, self._jobs, self._told_drain = config, world, jobs, told_drain
+        self._config, self._world, self._jobs, self._drain_began = config, world, jobs, drain_began
         self._trains_on = trains_on
+        self._checked: _Checked | None = None
+        self._found: RankCheckpoint | FoundElsewhere | None = None  # the newest; stays mapped until the next one
+        self._attempt: Attempt | None = None  # of what was found in memory; None: a directory was chosen
 
     def attach(self, trainer: Trainer) -> None:
         """Set the trainer that is told about changes from now on."""
@@ -99,15 +121,15 @@ class Session(RestoreSession):
         context.left_at = facts.left_at
         if facts.goes_on:  # until the newest step is protected, the step before is needed, too
             context.pool.hold_older()
-        self._drains = DrainQueue(self._config, context, self._jobs, self._told_drain, signer)
+        self._drains = DrainQueue(self._config, context, self._jobs, self._drain_began, signer)
         self._jobs.when_idle = scrubber.go_on if self._config.scrub_rate else None
         self._sources = Sources(context, self._drains)
         pool, threads = context.pool, context.copy_threads.threads
         self._drains.advance_generation()
-        told = world.agree(any_of={"goes_on": facts.goes_on}, max_of={"interrupted": facts.interrupted})
+        agreed = world.agree(any_of={"goes_on": facts.goes_on}, max_of={"interrupted": facts.interrupted})
         return Started(world.rank, world.topology, context.memory.top, len(pool.own), threads,
                        context.left.unusable, pool.news(), context.sharing, context.run_id.hex()[:8],
-                       told.interrupted, told.goes_on, self.run_facts())  # fmt: skip
+                       agreed.interrupted, agreed.goes_on, self.run_facts())  # fmt: skip
 
     def protect_left(self) -> tuple[int | None, int]:
         """Make the redundancy whole of the newest step in memory, in whose save another courier may have died.
@@ -147,8 +169,8 @@ class Session(RestoreSession):
 
     def broadcast(self, content: bytes, root: int) -> bytes:
         """Give every rank the bytes of one rank."""
-        told: bytes = self._world.broadcast(content, root)
-        return told
+        received: bytes = self._world.broadcast(content, root)
+        return received
 
     def raise_together(self, error: MlflashError | None) -> None:
         """If any rank has an error, raise it on all ranks."""
@@ -176,11 +198,11 @@ class Session(RestoreSession):
             save.slot.record_restores(save.attempt, restores)
 
     def reserve(self, nbytes: int, share_nbytes: int, is_first: bool) -> None:
-        """Make slots, and those of their redundancy; see `Context.reserve`."""
+        """Make slots, and those of their redundancy; see `CourierState.reserve`."""
         self.context.reserve(nbytes, share_nbytes, is_first)
 
     def find_replicas(self, held: Mapping[tuple[int, ...], int]) -> None:
-        """Find the ranks that hold the same state; see `Context.find_replicas`."""
+        """Find the ranks that hold the same state; see `CourierState.find_replicas`."""
         self.context.find_replicas(held)
 
     def settle_shared(self, held: Mapping[tuple[int, ...], int], state: Shareable) -> None:
@@ -197,6 +219,175 @@ class Session(RestoreSession):
         slot = context.pool.leased(lease)[0]
         context.ensure_room([(slot, nbytes)], waiting=[slot])
 
+    # Jobs: restoring
+
+    def choose(self, wanted: WantedStep, others: bool, source: str | None, bad: Mapping[str, str], checked: bool,
+               again: bool, remember: bool) -> FoundInMemory | Listed | None:  # fmt: skip
+        """Choose between memory and directory, and fetch a checkpoint in memory to where it can be read.
+
+        Args:
+            others: whether checkpoints of another number of ranks count, too.
+            source: another directory, to be used instead of memory; None: memory and the job's own directory.
+            bad: folders of the directory to skip, and why.
+            checked: whether to verify every byte of what is in memory.
+            again: whether to take the checkpoint just chosen with ``remember``, if it fits and is unchanged.
+            remember: whether to remember the checkpoint for the next call.
+        """
+        context = self.context
+        if again and (home := self._take_checked(wanted)) is not None:
+            return self._describe(home)
+        self._unmap()
+        found = self._sources.choose(wanted, others, source, bad, checked)
+        self._attempt = None
+        if not isinstance(found, (RankCheckpoint, FoundElsewhere)):
+            return found
+        self._found = found
+        if remember and isinstance(found, RankCheckpoint):
+            self._checked = _Checked(found, wanted, context.generation)
+        return self._describe(found)
+
+    def _take_checked(self, wanted: WantedStep) -> RankCheckpoint | None:
+        """Take what was just verified. None if something else is wanted, or if it may have changed. Collective."""
+        checked, self._checked = self._checked, None
+        if checked is None:  # the same on all ranks
+            return None
+        home, context = checked.home, self.context
+        same = checked.asked == wanted or wanted == WantedStep(home.header.step)
+        same = same and checked.generation == context.generation and any(home.slot is own for own in context.pool.own)
+        return home if context.world.all_of(same) else None
+
+    def _describe(self, found: RankCheckpoint | FoundElsewhere) -> FoundInMemory:
+        context = self.context
+        history = (context.restored.rolled_forward, context.restored.source)
+        self._attempt = found.header.attempt if isinstance(found, RankCheckpoint) else found.attempt
+        if isinstance(found, RankCheckpoint):
+            own = next(number for number, slot in enumerate(context.pool.own) if slot is found.slot)
+            header = found.header
+            return FoundInMemory(header.attempt, header.step, context.restored.restores, own, {}, found.files, *history)
+        homes = {rank: file_number(home.slot.name) for rank, home in found.homes.items()}
+        return FoundInMemory(found.attempt, found.step, found.restores, None, homes, found.files, *history)
+
+    def _found_slots(self) -> list[Slot]:
+        """The slots of what was found, on this node."""
+        found = self._found
+        homes = [*found.homes.values()] if isinstance(found, FoundElsewhere) else [found] if found is not None else []
+        return [slot for home in homes for slot in (home.slot, *home.shares)]
+
+    def _mapped(self) -> dict[int, Segment]:
+        """The mapped segments, of this rank's slots and of what was found, by inode."""
+        slots = self._found_slots()
+        found = {slot.segment.inode: slot.segment for slot in slots if slot.segment is not None and slot.view.nbytes}
+        return {**found, **self.context.pool.mapped()}
+
+    def _unmap(self) -> None:
+        """Unmap what was found before, except this rank's own slots."""
+        slots, self._found = self._found_slots(), None
+        self.context.pool.unmap_others(slots)
+
+    def exchange(self, attempt: Attempt, homes: Mapping[int, int], files: ShareFiles,
+                 asked: Mapping[int, Sequence[WantedPart]]) -> bool:  # fmt: skip
+        """Send parts of what is in memory that other ranks ask for, and get those that this rank asks for, by rank.
+
+        ``homes``: by old rank, the numbers of the files that this rank reads for others. Returns whether all arrived
+        intact.
+        """
+        context = self.context
+        if not context.world.any_of(asked):
+            return True
+        opened: dict[int, RankCheckpoint] = {}
+        try:
+            context.world.on_all(lambda: self._open(attempt, homes, files, opened))
+            has = {rank: (home.reader(), home.manifest.entries) for rank, home in opened.items()}
+            good = exchange_fragments(context, has, asked)
+        finally:
+            context.pool.unmap_others(slot for home in opened.values() for slot in (home.slot, *home.shares))
+        nbytes = sum(part.target.nbytes for parts in asked.values() for part in parts)
+        context.recorder.counts["bytes asked of other nodes"] += nbytes
+        return good
+
+    def _open(self, attempt: Attempt, homes: Mapping[int, int], files: ShareFiles, opened: dict[int, RankCheckpoint]
+              ) -> None:  # fmt: skip
+        context, mapped = self.context, self._mapped()
+        open_file: Callable[[int], Slot] = lambda number: context.pool.open(number, mapped)
+        for rank, file in homes.items():
+            slot = open_file(file)
+            if slot.header is None or (slot.header.attempt, slot.header.rank) != (attempt, rank):
+                raise CorruptSlot(f"{slot.name} no longer holds the checkpoint that is being read", rank=rank)
+            opened[rank] = open_rank_checkpoint(open_file, context.world.node_index, slot, files)
+
+    def hold_older(self, own: int) -> None:
+        """Protect the step before from saves, whether the restored one, in own slot ``own``, can be loaded or not.
+
+        Until the copies of the restored step are made, only the step before survives the loss of a node.
+        """
+        self.context.pool.hold_older()
+        self.context.unprotected = self.context.pool.own[own]
+
+    def reprotect_first(self, own: int) -> None:
+        """Protect what was found, in own slot ``own``, before it is read or put together anew, if that needs it.
+
+        If a step was rolled forward, no other slots may have it. And a rank whose slot came from another node may hold
+        a slot that is another rank's: it is freed when that rank's is protected, and a new state needs one.
+        """
+        context = self.context
+        if context.restored.rolled_forward or not context.world.all_of(context.pool.has_free):
+            reprotect_or_remember(context, context.pool.own[own])
+
+    def restored(self, own: int | None) -> None:
+        """Note that a step was restored, from own slot ``own``; None: it was put together, or came from a directory."""
+        context = self.context
+        context.gives_way = True  # newer steps that could not be restored may now be deleted to make room
+        context.examiner.forget()
+        self._drains.restored(self._attempt)
+        if own is not None:
+            home = context.pool.own[own]
+            count_restore(context, home)
+            context.unprotected = None  # it is protected again now, and saves wait for it
+            assert home.header is not None
+            is_suspect = context.restored.verdict in (Verdict.SUSPECT, Verdict.BAD)
+            context.certification.restored(Saved(home.header.attempt, home.header.step), is_suspect)
+
+    def reprotect_restored(self, own: int) -> None:
+        """Restore the redundancy of the restored step, which own slot ``own`` holds."""
+        context, recorder, home = self.context, self.context.recorder, self.context.pool.own[own]
+        start, step = time.perf_counter(), 0 if home.header is None else home.header.step
+        before = recorder.counts["slots healed"]
+        reprotect_or_remember(context, home)
+        recorder.reprotected(step, time.perf_counter() - start, recorder.counts["slots healed"] > before)
+        recorder.holds(context.pool.nbytes)
+
+    def mark(self, step: int, is_good: bool) -> int:
+        """Write a verdict on a step into all files that hold it; return in how many places it was found."""
+        context, verdict = self.context, Verdict.GOOD if is_good else Verdict.BAD
+        world = context.world
+        marked: set[Attempt] = set()
+        folders: list[str] = []
+
+        def write() -> None:
+            if world.local_rank == 0:
+                marked.update(write_verdict(context.memory, step, verdict))
+
+        world.on_all(write)
+        attempts = frozenset(attempt for of_rank in world.gather([*marked]) for attempt in of_rank)
+        listed, store = self._drains.listing().listed, self._drains.store
+
+        def write_folders() -> None:
+            if world.rank == 0 and store is not None:
+                folders.extend(checkpoint_directory.mark(store, listed, step, verdict))
+
+        world.on_all(write_folders)
+        context.certification.mark(attempts, is_good)
+        if is_good and context.certification.certified is not None:
+            context.examiner.forget()  # from now on the present values are the normal ones
+        return len(attempts) + int(world.broadcast(len(folders), 0))
+
+    def steps(self, alike: bool) -> list[int]:
+        """List the steps that can be restored, according to headers; ``alike``: only those of as many ranks as now."""
+        context = self.context
+        size, listed = context.world.size, self._drains.listing().listed
+        drained = {folder.step for folder in listed if not alike or folder.card.world_size == size}
+        return sorted(drained.union(restorable_steps(context, alike=alike)))
+
     # Jobs: draining, and what needs no training
 
     def begin_drain(self, if_due: bool) -> None:
@@ -207,7 +398,7 @@ class Session(RestoreSession):
         """Begin to drain the newest checkpoint in memory, without training. Returns whether there is one."""
         return scavenge(self.context, self._drains) is not None
 
-    def heal_newest(self) -> int | None:
+    def reprotect_newest(self) -> int | None:
         """Restore the redundancy of the newest checkpoint, without training. Returns its step, or None."""
         return reprotect_newest(self.context)
 
@@ -230,83 +421,59 @@ class Session(RestoreSession):
         self._drains.give_up()
 
     def report(self) -> dict[str, Any]:
-        return report_of(self.context, self._drains.last)
+        """Counters, seconds per verb, and the placement of this rank.
+
+        Returns:
+            ``enabled`` (False if mlflash is off; then all other values are empty), ``rank``, ``node``, ``scheme``,
+            ``group`` (ranks that protect each other), ``partners`` (ranks that hold copies), ``shared with`` (ranks
+            that together store what they hold alike), ``transport``, ``mpi`` (the library of couriers; "" for one
+            rank), ``job``, ``memory`` (its directory there), ``restored_from`` (the source of this rank's state at the
+            last restore: the node whose memory had it, the folder of the directory, or ""), ``drain`` (step, path,
+            seconds, bytes and error of the newest one, or None), ``send rate`` (largest number of bytes per second;
+            None: no limit), ``slots`` (for each: what it holds, file, use, rank, step and bytes), ``counts`` and
+            ``seconds``.
+        """
+        context, world, drain = self.context, self.context.world, self._drains.last
+        pool, protection, replicas = context.pool, context.protection, context.replicas
+        kinds = {id(slot): kind for kind, pair in (("own", pool.own), ("share", pool.shares)) for slot in pair}
+        slots = [
+            {"what": kinds.get(id(slot), "of others"), "file": slot.name, "use": slot.use.value,
+             "nbytes": slot.view.nbytes, "rank": None if slot.header is None else slot.header.rank,
+             "step": None if slot.header is None else slot.header.step}
+            for slot in pool.all()
+            if slot.segment is not None or slot not in pool.shares
+        ]  # fmt: skip
+        drained = None if drain is None else {
+            "step": drain.step, "path": drain.path, "seconds": drain.seconds, "nbytes": drain.nbytes,
+            "error": None if drain.error is None else str(drain.error),
+        }  # fmt: skip
+        diverged = {} if replicas is None else {"tensors diverged": replicas.diverged}
+        return {
+            "enabled": True, "rank": world.rank, "node": world.node_name, "scheme": protection.scheme,
+            "group": list(protection.group), "partners": list(protection.partners),
+            "shared with": [] if replicas is None or replicas.sharing is None else list(replicas.sharing.ranks),
+            "transport": protection.transport, "mpi": "" if world.mpi is None else mpi_library.describe(),
+            "job": context.config.job, "memory": context.memory.path, "restored_from": context.restored.source,
+            "drain": drained, "send rate": context.pace.rate or None, "slots": slots,
+            "counts": dict(context.recorder.counts) | diverged, "seconds": dict(context.recorder.seconds),
+        }  # fmt: skip
 
     def run_facts(self) -> dict[str, Any]:
-        """Facts that do not change during this run."""
-        return run_facts(self.context)
+        """Facts that do not change during this run, for its recorder."""
+        world, config, protection = self.context.world, self.context.config, self.context.protection
+        return {
+            "ranks": world.size, "nodes": list(world.topology.node_names), "redundancy": protection.scheme,
+            "transport": protection.transport, "partners": list(protection.partners), "job": config.job,
+            "directory": config.directory, "drain_every": config.drain_every, "pid": os.getpid(),
+            "version": __version__,
+        }  # fmt: skip
 
     def survives(self) -> str:
-        """What may fail without the loss of a committed step."""
-        return survives(self.context)
+        """What may fail without the loss of a committed step; see `Checkpointer.survives`."""
+        context = self.context
+        survival = of(context.world.topology, context.protection.placement, context.shares)
+        return describe(survival, context.domains_by_kind)
 
     def tell_doing(self, what: str) -> None:
         """Note what the trainer does, for ranks that wait for this one."""
         self._world.tell_doing(what)
-
-
-# What a rank can report about itself
-
-
-def survives(context: Context) -> str:
-    """What may fail without the loss of a committed step; see `Checkpointer.survives`."""
-    survival = of(context.world.topology, context.protection.placement, context.shares)
-    return describe(survival, context.domains_by_kind)
-
-
-def run_facts(context: Context) -> dict[str, Any]:
-    """Facts that do not change during this run, for its recorder."""
-    world, config, protection = context.world, context.config, context.protection
-    return {
-        "ranks": world.size, "nodes": list(world.topology.node_names), "redundancy": protection.scheme,
-        "transport": protection.transport, "partners": list(protection.partners), "job": config.job,
-        "directory": config.directory, "drain_every": config.drain_every, "pid": os.getpid(),
-        "version": __version__,
-    }  # fmt: skip
-
-
-def report_of(context: Context, drain: Drain | None) -> dict[str, Any]:
-    """Counters, seconds per verb, and the placement of this rank.
-
-    Returns:
-        ``enabled`` (False if mlflash is off; then all other values are empty), ``rank``, ``node``, ``scheme``,
-        ``group`` (ranks that protect each other), ``partners`` (ranks that hold copies), ``shared with`` (ranks that
-        together store what they hold alike), ``transport``, ``mpi`` (the library of couriers; "" for one rank),
-        ``job``, ``memory`` (its directory there), ``restored_from`` (the source of this rank's state at the last
-        restore: the node whose memory had it, the folder of the directory, or ""), ``drain`` (step, path, seconds,
-        bytes and error of the newest one, or None), ``send rate`` (largest number of bytes per second; None: no limit),
-        ``slots`` (for each: what it holds, file, use, rank, step and bytes), ``counts`` and ``seconds``.
-    """
-    world, replicas = context.world, context.replicas
-    holds = {
-        id(slot): what for what, pair in (("own", context.pool.own), ("share", context.pool.shares)) for slot in pair
-    }
-    slots = [
-        {"what": holds.get(id(s), "of others"), "file": s.name, "use": s.use.value, "nbytes": s.view.nbytes,
-         "rank": None if s.header is None else s.header.rank, "step": None if s.header is None else s.header.step}
-        for s in context.pool.all()
-        if s.segment is not None or s not in context.pool.shares
-    ]  # fmt: skip
-    drained = None if drain is None else {
-        "step": drain.step, "path": drain.path, "seconds": drain.seconds, "nbytes": drain.nbytes,
-        "error": None if drain.error is None else str(drain.error),
-    }  # fmt: skip
-    return {
-        "enabled": True,
-        "rank": world.rank,
-        "node": world.node_name,
-        "scheme": context.protection.scheme,
-        "group": list(context.protection.group),
-        "partners": list(context.protection.partners),
-        "shared with": [] if replicas is None or replicas.sharing is None else list(replicas.sharing.ranks),
-        "transport": context.protection.transport,
-        "mpi": "" if world.mpi is None else mpi_library.describe(),
-        "job": context.config.job,
-        "memory": context.memory.path,
-        "restored_from": context.restored.source,
-        "drain": drained,
-        "send rate": context.pace.rate or None,
-        "slots": slots,
-        "counts": dict(context.recorder.counts) | ({} if replicas is None else {"tensors diverged": replicas.diverged}),
-        "seconds": dict(context.recorder.seconds),
-    }

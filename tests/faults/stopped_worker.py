@@ -65,7 +65,7 @@ def every_wait(stop_s: float, directory: str) -> None:
     set_traps([{"path": path, "action": "stop", "rank": STOPPED}
                for path in (["commit.seen", "room.created"], ["drain.dealt"])], RANK)  # fmt: skip
     ckpt = mlflash.Checkpointer(directory)
-    note("courier", process=ckpt._courier._link.pid)
+    note("courier", process=ckpt._courier._connection.pid)
     ckpt.save(1, state_at(RANK, 1, 100_000)).wait()
     grow(ckpt, "before a call that blocks", 2, 1_000_000, stop_s)
     if RANK == STOPPED:

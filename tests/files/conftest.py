@@ -11,4 +11,4 @@ from mlflash.courier import connection
 def has_couriers_of_its_own() -> Iterator[None]:
     """Let couriers of a module have its environment, such as the address of its server."""
     yield
-    connection.close_links()
+    connection.close_all()

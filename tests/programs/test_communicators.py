@@ -38,7 +38,7 @@ for step, (comm, job) in enumerate(turns):
         ckpt.save(step, {"x": x, "n": rank}).wait()
         assert ckpt.restore(state) == step and state["x"].tobytes() == x.tobytes() and state["n"] == rank
         found = ckpt.report()
-        said = {name: found[name] for name in ("rank", "partners", "mpi")} | {"pid": ckpt._courier._link.pid}
+        said = {name: found[name] for name in ("rank", "partners", "mpi")} | {"pid": ckpt._courier._connection.pid}
         print(json.dumps({"by": rank, "turn": step} | said) + "\\n", end="", flush=True)
 """
 

@@ -46,7 +46,7 @@ with mlflash.Checkpointer("d", redundancy="none", log="log", metrics=f":{port}",
     pulse = f"{ckpt.report()['memory']}/pulse-0000"
     assert listeners()
     ckpt.prepare(state)
-    stop = lambda point: os.kill(ckpt._courier._link.pid, signal.SIGSTOP) if point == "stage.begun" else None
+    stop = lambda point: os.kill(ckpt._courier._connection.pid, signal.SIGSTOP) if point == "stage.begun" else None
     mlflash.crash_points.arm(stop)
     snapshot = ckpt.save(1, state)
     mlflash.crash_points.arm(None)
@@ -67,7 +67,7 @@ with mlflash.Checkpointer("d", redundancy="none", log="log", metrics=f":{port}",
         child.join(60)
         assert child.exitcode == 0
         assert (now := open(pulse).read()) == before, (now.strip(), before.strip())
-        os.kill(ckpt._courier._link.pid, signal.SIGCONT)
+        os.kill(ckpt._courier._connection.pid, signal.SIGCONT)
         assert snapshot.wait().committed and ckpt.save(2, state).wait().committed and ckpt.drain().wait().step == 2
 if not pid:
     os._exit(0)

@@ -31,7 +31,7 @@ def lose_the_courier():
         raise AgentRefused("it cannot fork")
 
     Couriers.next_epoch = refuse
-    os.kill(connection._links[0].couriers.courier.pid, signal.SIGKILL)
+    os.kill(connection._connections[0].couriers.courier.pid, signal.SIGKILL)
 
 
 def train(ckpt, step):

@@ -21,7 +21,7 @@ import machine
 import mpi
 from scheduler import Process, Scheduler
 
-from mlflash.courier import channel, connection, link
+from mlflash.courier import channel, connection
 from mlflash.errors import DeadlineExceeded
 from mlflash.launch.agent_client import AgentLost, Departure, HubLost
 from mlflash.launch.couriers import CourierEnded, RankDeparted, StartFailed
@@ -418,10 +418,10 @@ class Couriers:
 
 def install() -> None:
     """Replace what would start real couriers, once."""
-    link.Couriers = Couriers  # type: ignore[misc,assignment]
+    connection.Couriers = Couriers  # type: ignore[misc,assignment]
     channel.socket = Sockets  # type: ignore[assignment]
     courier_main.select = SimpleNamespace(poll=Poll, POLLIN=select.POLLIN)  # type: ignore[assignment]
-    courier_main._Forward = lambda link: logging.NullHandler()  # type: ignore[assignment,misc]
+    courier_main._Forward = lambda trainer: logging.NullHandler()  # type: ignore[assignment,misc]
     connection.find_agent = lambda config, size: Agent()  # type: ignore[assignment,return-value]
 
 
@@ -449,7 +449,7 @@ def left(trainer: Process) -> None:
 
 def exit_trainer() -> None:
     """Do what a trainer does at its interpreter's end."""
-    connection.close_links()
+    connection.close_all()
 
 
 def processes() -> list[Process]:

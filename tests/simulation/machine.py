@@ -22,10 +22,7 @@ import numpy as np
 import threads
 
 MPI = mpi.Mpi()
-_ROOMS = (
-    "memory mpi courier saving restoring draining protocol redundancy placement startup state telemetry checkpointer "
-    "value_checks storage in_place"
-)
+_PACKAGES = "checkpointer courier drain memory mpi placement protect restore run save session state storage telemetry"
 _REAL = {name: getattr(os, name) for name in ("urandom", "getpid", "posix_fallocate", "fsync", "_exit", "environ")}
 
 
@@ -116,9 +113,11 @@ def _replace_modules() -> None:
     import mlflash
 
     root = Path(mlflash.__file__).parent
-    for room in _ROOMS.split():
-        for module in pkgutil.iter_modules([str(root / room)]):
-            importlib.import_module(f"mlflash.{room}.{module.name}")
+    for package in _PACKAGES.split():
+        modules = [module.name for module in pkgutil.iter_modules([str(root / package)])]
+        assert modules, f"mlflash has no package {package}"
+        for name in modules:
+            importlib.import_module(f"mlflash.{package}.{name}")
     real_event = importlib.import_module("mlflash.events").Event
     stands_for = {"threading": threads.Threading(), "queue": threads.Queues()}
     for name, loaded in list(sys.modules.items()):
@@ -173,7 +172,7 @@ def _failing(real: Callable[..., Any], probability: Callable[[], float], number:
 
 def process_globals() -> dict[tuple[Any, str], Any]:
     """The module variables that each process has of its own, as they are in a new process."""
-    import mlflash.checkpointer.unclosed as unclosed
+    import mlflash.checkpointer.process_end as process_end
     import mlflash.courier.connection as connection
     import mlflash.launch.program_mpi as program_mpi
     import mlflash.memory.node_directory as node_directory
@@ -181,9 +180,9 @@ def process_globals() -> dict[tuple[Any, str], Any]:
     import mlflash.save.lazy as lazy
 
     return {
-        (connection, "_links"): [], (connection, "_making"): None, (connection, "_left"): set(),
+        (connection, "_connections"): [], (connection, "_starting"): None,
         (program_mpi, "_pending"): [],
-        (node_directory, "_locked_here"): set(), (unclosed, "_open"): weakref.WeakKeyDictionary(),
+        (node_directory, "_locked_here"): set(), (process_end, "_open"): weakref.WeakKeyDictionary(),
         (lazy.HOOK, "listeners"): weakref.WeakSet(), (lazy.HOOK, "heard"): weakref.WeakSet(),
         (sys, "excepthook"): sys.__excepthook__, (decider_link, "_link"): None, (os, "environ"): dict(_REAL["environ"]),
     }  # fmt: skip

@@ -76,13 +76,13 @@ MUTANTS = [
     ),
     Mutant(
         "skip-not-agreed", "a rank skips a save that others do not skip", "commit.py",
-        "    save.skipped = told.skips\n",
+        "    save.skipped = agreed.skips\n",
         "    save.skipped = save.request.skip\n",
     ),
     Mutant(
         "room-not-agreed", "only ranks with too small slots make room", "commit.py",
-        "    if told.grows and not told.skips:\n",
-        "    if grow and not told.skips:\n",
+        "    if agreed.grows and not agreed.skips:\n",
+        "    if grow and not agreed.skips:\n",
     ),
     Mutant(
         "generation-reused", "a run numbers its attempts from 1 again", "courier/start.py",
@@ -194,7 +194,7 @@ MUTANTS = [
     ),
     Mutant(
         "mend-not-agreed", "only the rank that has damage repairs first", "commit.py",
-        "    if told.damaged and not save.is_restored:\n", "    if context.damaged and not save.is_restored:\n",
+        "    if agreed.damaged and not save.is_restored:\n", "    if context.damaged and not save.is_restored:\n",
     ),
     Mutant(
         "damage-for-ever", "damage that was repaired is reported again", "restore/repair.py",
@@ -226,7 +226,7 @@ MUTANTS = [
     ),
     Mutant(
         "saves-not-sent-again", "saves that the last courier had are not sent to the next one", "courier/client.py",
-        "job.is_sent = False\n            self._link.send_first(job)\n", "job.is_sent = False\n",
+        "job.is_sent = False\n            self._connection.send_first(job)\n", "job.is_sent = False\n",
     ),
     # Waits
     Mutant(

@@ -22,7 +22,7 @@ from training import Training
 import mlflash
 import mlflash.checkpointer.keep_alive as keep_alive
 import mlflash.run.decider_link as decider_link
-from mlflash.checkpointer import unclosed
+from mlflash.checkpointer import process_end
 from mlflash.crash_points import POINTS
 from mlflash.launch.launcher_variables import KEPT
 from mlflash.launch.lines import Lines, pack
@@ -343,7 +343,7 @@ class Kept(Training):
         except Exception as error:
             self._note("error", error=error, text="".join(traceback.format_exception(error))[-3000:])
             self._history.outcomes[type(error).__name__] += 1
-        unclosed._end_all()
+        process_end._end_all()
         name = next(name for name, process in supervisor.processes.items() if process is self._process)
         supervisor.codes[name] = code
         self._history.kernel.kill(self._process)

@@ -79,15 +79,15 @@ def _lose_the_courier(ckpt: mlflash.Checkpointer, kills: str) -> None:
     if kills == "busy":  # in the middle of a save, as a rule
         ckpt.save(99, state_at(99))
     if kills == f"agent {RANK}":
-        agent = lambda: ckpt._courier._link.couriers.agent.pid
+        agent = lambda: ckpt._courier._connection.couriers.agent.pid
         for _ in range(3):
             os.kill(last := agent(), signal.SIGKILL)
             until(lambda last=last: agent() != last, "the next agent", look_s=0.0005)
     elif RANK == 1 and "agent" not in kills:
-        os.kill(first := ckpt._courier._link.pid, signal.SIGKILL)
+        os.kill(first := ckpt._courier._connection.pid, signal.SIGKILL)
         if kills == "twice":
-            until(lambda: ckpt._courier._link.pid != first, "the next courier", look_s=0.0005)
-            os.kill(ckpt._courier._link.pid, signal.SIGKILL)
+            until(lambda: ckpt._courier._connection.pid != first, "the next courier", look_s=0.0005)
+            os.kill(ckpt._courier._connection.pid, signal.SIGKILL)
     note("again", rank=RANK, step=_save_until_committed(ckpt, 100), seconds=time.perf_counter() - start)
     note("end", rank=RANK, steps=ckpt.steps(), report=ckpt.report())
 
@@ -111,7 +111,7 @@ def weigh(settings: dict[str, Any]) -> None:
         ckpt.restore(state)
         for step in range(1, 5):
             ckpt.save(step, state).wait()
-        link = ckpt._courier._link
+        link = ckpt._courier._connection
         note("weight", rank=RANK, slots=sum(slot["nbytes"] for slot in ckpt.report()["slots"]),
              courier=resident(link.pid), agent=resident(link.couriers.agent.pid))  # fmt: skip
 
@@ -120,7 +120,7 @@ def stay(settings: dict[str, Any]) -> None:
     """Save once, say which processes there are, and do nothing more until somebody ends it."""
     with mlflash.Checkpointer(**settings) as ckpt:
         ckpt.save(1, state_at(1)).wait()
-        link = ckpt._courier._link
+        link = ckpt._courier._connection
         note("up", rank=RANK, trainer=os.getpid(), agent=link.couriers.agent.pid, courier=link.pid,
              is_a=ckpt.report()["courier"])  # fmt: skip
         hang()
@@ -195,10 +195,10 @@ def out_of_step(settings: dict[str, Any], late: bool) -> None:
     """Couriers are started anew while rank 0 is between two jobs of a unit; the others wait for it in the second."""
     with mlflash.Checkpointer(**settings) as ckpt:
         ckpt.save(1, state_at(1)).wait()
-        link, ranks = ckpt._courier._link, ckpt.adapting.ranks
+        link, ranks = ckpt._courier._connection, ckpt.adapting.ranks
         before = link.pid
         try:
-            with ckpt._courier.unit():
+            with ckpt._courier.restart_scope():
                 ranks.barrier()
                 note("inside", rank=RANK, courier=before)
                 if RANK == 0:
@@ -221,7 +221,7 @@ def abandoned(settings: dict[str, Any], point: str, dies: str) -> None:
     set_traps([], RANK)
     with mlflash.Checkpointer(**settings) as ckpt:  # with long deadlines, as couriers start
         ckpt.save(1, state_at(1)).wait()
-        courier, size = ckpt._courier._link.pid, ckpt._trainer.ranks.size
+        courier, size = ckpt._courier._connection.pid, ckpt._trainer.ranks.size
     set_traps([{"path": [point], "action": "stop", "rank": 1},
                {"path": ["restore.loaded", "protect.announced", dies], "action": "rank"}], RANK)  # fmt: skip
     start = time.monotonic()

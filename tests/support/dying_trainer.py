@@ -51,7 +51,7 @@ def main(
         return
     if how == SAVES_RETURNED:
         save_and_die(ckpt, step or 0, saves, rank)
-    couriers = ckpt._courier._link.couriers
+    couriers = ckpt._courier._connection.couriers
     ckpt.save(1, state_at(1)).wait()
     note("mapped", names=sorted(mapped_by(couriers.courier.pid)))
     ckpt.save(2, state_at(2))

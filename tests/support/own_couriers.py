@@ -18,7 +18,7 @@ from mlflash.courier import connection
 def leaves_no_process() -> Iterator[None]:
     """Say which module has left a process: others wait for the end of all that their worker has started."""
     yield
-    connection.close_links()
+    connection.close_all()
     until(lambda: not left_here(), lambda: f"the end of {sorted(map(described, left_here()))}")
 
 
@@ -30,12 +30,12 @@ def in_couriers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ['PYTHONPATH']}")
 
     def begin_with(line: str) -> None:
-        connection.close_links()
+        connection.close_all()
         (folder / "armed.py").write_text(f"def arm():\n    {line}\n")
         monkeypatch.setenv("MLFLASH_TEST_ARMS", "armed")
 
     yield begin_with
-    connection.close_links()
+    connection.close_all()
 
 
 @pytest.fixture

@@ -83,14 +83,14 @@ class SharedCouriers:
         if MPI.COMM_WORLD.allreduce(given != self._started):
             self.end()
             with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:  # where no test keeps anything
-                connection.link(from_environment({}, None, job="t", memory=memory, timeout_s=_START_S), MPI.COMM_WORLD)
+                connection.get(from_environment({}, None, job="t", memory=memory, timeout_s=_START_S), MPI.COMM_WORLD)
             self._started = given
 
     def end(self) -> None:
         """End them. Collective."""
         from mlflash.courier import connection
 
-        connection.close_links()
+        connection.close_all()
         self._started = None
 
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 import mlflash
 from mlflash.courier import channel
 from mlflash.courier.channel import Broken, Call, Channel, Reply
-from mlflash.courier.client import Client
+from mlflash.courier.client import Client, TrainerContext
 from mlflash.courier.records import Trainer
-from mlflash.courier.trainer_context import TrainerContext
 from mlflash.errors import Closed, MlflashError
 from mlflash.session.session import Session
 
