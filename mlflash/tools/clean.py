@@ -14,7 +14,7 @@ from ..memory.courier_process import process_named
 from ..memory.node_directory import clean as clean_job
 from ..memory.node_directory import jobs_of
 from ..text import many, show_bytes
-from . import shell_completion
+from . import completion
 from .node_memory import JobMemory, look_at_job
 from .options import json_option, memory_option
 from .output import answer
@@ -23,7 +23,7 @@ from .status import job_to_json, show_jobs
 
 
 @click.command()
-@click.argument("jobs", nargs=-1, metavar="[JOB]...", shell_complete=shell_completion.jobs)
+@click.argument("jobs", nargs=-1, metavar="[JOB]...", shell_complete=completion.jobs)
 @click.option("--all", "everything", is_flag=True,
               help="Take all jobs of this user on this node. Asks before it deletes.")  # fmt: skip
 @click.option("--yes", is_flag=True, help="Do not ask.")

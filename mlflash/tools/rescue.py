@@ -14,7 +14,7 @@ from ..errors import DeadlineExceeded, DrainFailed
 from ..memory.node_directory import jobs_of
 from ..mpi.world import World, gather_from_all
 from ..text import show_bytes, show_seconds
-from . import choose_job, on_disk, shell_completion
+from . import choose_job, completion, on_disk
 from .node_memory import look_around
 from .options import directory_option, job_option, json_option, memory_option, settings
 from .output import answer, progress_bar
@@ -24,13 +24,13 @@ from .status import describe, describe_lost
 
 _LOOK_S = 0.2
 _redundancy_option = click.option(
-    "--redundancy", envvar="MLFLASH_REDUNDANCY", metavar="SCHEME", shell_complete=shell_completion.schemes,
+    "--redundancy", envvar="MLFLASH_REDUNDANCY", metavar="SCHEME", shell_complete=completion.schemes,
     help="Redundancy scheme to make.  [default: the scheme in memory]"
 )  # fmt: skip
 
 
 @click.command()
-@click.argument("directory", shell_complete=shell_completion.directories)
+@click.argument("directory", shell_complete=completion.directories)
 @job_option
 @memory_option
 @json_option

@@ -20,7 +20,7 @@ from ..run.membership import Deadlines
 from ..run.on_slurm import OnSlurm, own_id
 from ..run.on_ssh import OnSsh
 from ..run.supervisor import Supervisor
-from . import shell_completion
+from . import completion
 
 _SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
@@ -47,13 +47,13 @@ _SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
               help="Continue with down to this many nodes, if your training can reshard.")  # fmt: skip
 @click.option("--max-restarts", type=click.IntRange(0), default=20, show_default=True,
               help="End after this many restarts.")  # fmt: skip
-@click.option("--directory", "-d", metavar="DIR", shell_complete=shell_completion.directories,
+@click.option("--directory", "-d", metavar="DIR", shell_complete=completion.directories,
               help="Directory or URL that the job drains to. At the end, the newest checkpoint is "
               "scavenged to it.")  # fmt: skip
-@click.option("--job", envvar="MLFLASH_JOB", metavar="NAME", shell_complete=shell_completion.jobs,
+@click.option("--job", envvar="MLFLASH_JOB", metavar="NAME", shell_complete=completion.jobs,
               help="Name of the job.  [default: the name that Checkpointer gives it]")  # fmt: skip
 @click.option("--memory", envvar="MLFLASH_MEMORY", default="/dev/shm", show_default=True,
-              shell_complete=shell_completion.directories, help="Memory file system that holds the slots.")  # fmt: skip
+              shell_complete=completion.directories, help="Memory file system that holds the slots.")  # fmt: skip
 @click.option("--keep-memory", is_flag=True, help="Leave the slots in memory at the end.")
 @click.option("--hang-timeout", type=click.FloatRange(0), default=1800, show_default=True, metavar="SECONDS",
               help="Restart the ranks if they save nothing for this long. 0: never.")  # fmt: skip
@@ -71,7 +71,7 @@ _SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 @click.option("--srun-args", default="", metavar="WORDS", help="More arguments for srun.")
 @click.option("--hosts", default="", metavar="A,B,C", help="ssh: all nodes, spares included.  [default: this node]")
 @click.option("--rsh", default="ssh", show_default=True, metavar="PROGRAM", help="ssh: program for the remote shell.")
-@click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=shell_completion.files)
+@click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=completion.files)
 def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: int | None, max_restarts: int,
         directory: str | None, job: str | None, memory: str, keep_memory: bool, hang_timeout: float,
         look_every: float, grace: float, gpus: int, interface: str, run_log: Path, kind: str | None,

@@ -16,7 +16,7 @@ from ..mpi.world import World, gather_from_all
 from ..storage.signatures import public_key
 from ..storage.store import open_store
 from ..text import many, show_bytes
-from . import choose_job, on_disk, shell_completion
+from . import choose_job, completion, on_disk
 from .node_memory import Changed, File, Sealed, look
 from .on_disk import Key, Provenance, describe
 from .options import job_options, settings
@@ -72,7 +72,7 @@ class Checked:
 
 
 @click.command()
-@click.option("--key", metavar="PUBLIC.pem", shell_complete=shell_completion.files,
+@click.option("--key", metavar="PUBLIC.pem", shell_complete=completion.files,
               help="Require that this key signed each checkpoint in the directory.")  # fmt: skip
 @job_options
 def verify(key: str | None, directory: str | None, job: str | None, memory: str, as_json: bool) -> None:

@@ -34,7 +34,7 @@ from mlflash.placement.topology import Topology
 from mlflash.state.layout import Extents
 from mlflash.state.leaves import Entry
 from mlflash.tools import choose_job
-from mlflash.tools.checkpoint_contents import statistics
+from mlflash.tools.inspect_step import statistics
 from mlflash.tools.node_memory import File, Node, Sealed, look
 from mlflash.tools.restorability import survival, what_is_restorable
 
