@@ -15,7 +15,7 @@ from ..errors import MlflashError
 from ..memory.courier_process import process_named
 from ..memory.node_directory import NodeDirectory
 from ..storage.store import open_store
-from . import choose_job
+from .jobs import choose_job_here
 from .options import job_options, settings
 from .output import answer, progress_bar
 from .run_on_ranks import FINE, WRONG
@@ -40,7 +40,7 @@ def drain(context: click.Context, wait_s: float | None, directory: str | None, j
     checkpoint was not drained in time.
     """
     given = settings(memory, job, directory)
-    name = choose_job.choose_here(given, job)
+    name = choose_job_here(given, job)
     try:
         document = _ask(given, name, wait_s)
     except (MlflashError, OSError) as error:

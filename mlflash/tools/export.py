@@ -40,7 +40,8 @@ from ..storage.dcp_plans import TOLD
 from ..storage.store import Store, open_store
 from ..storage.whole_state import Whole, Written
 from ..text import listed, many, read_bytes, show_bytes
-from . import choose_job, completion, export_formats, on_disk
+from . import completion, export_formats, on_disk
+from .jobs import choose_job
 from .options import job_options, json_option, memory_option, settings
 from .output import answer
 from .run_on_ranks import FINE, run_together
@@ -134,7 +135,7 @@ def export(step: int | None, out: str, form: str, place: str | None, keep: tuple
             raise click.ClickException(f"{given.directory} has no such step" if given.directory else
                                        "--from directory needs --directory")  # fmt: skip
         else:
-            name_of_job = choose_job.choose(world, given, job, is_live=False)
+            name_of_job = choose_job(world, given, job, is_live=False)
             exported, written = _from_memory(world, given, name_of_job, step, write)
         if written is not None:
             _answer(as_json, form, exported, written, store.path)

@@ -30,8 +30,9 @@ from ..state.manifest import Manifest
 from ..state.paths import plain_leaves
 from ..state.plain_values import decode_plain
 from ..storage.store import open_store
-from ..text import many, named, show_bytes, show_seconds
-from . import choose_job, completion, on_disk
+from ..text import many, named, show_bytes
+from . import completion, on_disk
+from .jobs import choose_job
 from .node_memory import RUN_NBYTES, Changed, Node, Sealed, look_around
 from .on_disk import Provenance, describe, versions_of
 from .options import job_options, settings
@@ -308,7 +309,7 @@ def inspect_step(step: int, tensor: str | None, source: str | None, directory: s
         raise click.UsageError("--from directory needs --directory")
 
     def work(world: World) -> int:
-        name = choose_job.choose(world, given, job)
+        name = choose_job(world, given, job)
         shown = None if source == "directory" else _from_memory(world, given, name, step, tensor)
         if shown is None and source != "memory":
             shown = _from_directory(world, given.directory, step, tensor)
@@ -351,7 +352,7 @@ def _from_memory(world: World, given: Config, job: str, step: int, tensor: str |
         contents.provenance = contents.provenance or part.provenance
     _refuse_unknown(world, tensor, contents, step)
     seen = "committed" if attempt.committed else "no receipt of a commit"
-    about = f"{seen}, {show_seconds(on_disk.age_s(attempt.unix_ns))} ago; redundancy: {attempt.scheme}"
+    about = f"{seen}, {on_disk.show_age(attempt.unix_ns)} ago; redundancy: {attempt.scheme}"
     return Checkpoint(step, attempt.world_size, "memory", about, attempt.missing, contents)
 
 
@@ -371,7 +372,7 @@ def _from_directory(world: World, directory: str | None, step: int, tensor: str 
             error = problem
     world.raise_together(error)
     _refuse_unknown(world, tensor, contents, step)
-    about = f"{show_seconds(on_disk.age_s(listed.card.unix_ns))} ago"
+    about = f"{on_disk.show_age(listed.card.unix_ns)} ago"
     path = f"{stored.path}/{listed.folder}"
     return Checkpoint(step, listed.card.world_size, path, about, (), contents, provenance)
 

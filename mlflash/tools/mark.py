@@ -14,7 +14,7 @@ from ..memory.slot import Verdict
 from ..mpi.world import World, gather
 from ..storage.store import open_store
 from ..text import many
-from . import choose_job
+from .jobs import choose_job
 from .options import job_options, settings
 from .output import answer
 from .run_on_ranks import FINE, WRONG, run_together
@@ -37,7 +37,7 @@ def mark(step: int, is_bad: bool, directory: str | None, job: str | None, memory
     verdict = Verdict.BAD if is_bad else Verdict.GOOD
 
     def work(world: World) -> int:
-        name = choose_job.choose(world, given, job)
+        name = choose_job(world, given, job)
         told = gather(world, (world.node_name, _mark_here(given.memory, name, step, verdict)))
         if world.rank:
             return FINE

@@ -31,7 +31,7 @@ from ..memory.wanted_step import NEWEST
 from ..mpi.world import World
 from ..restore.open_in_directory import OpenInDirectory
 from ..storage.store import Directory, Store, open_store
-from ..text import listed, many
+from ..text import listed, many, show_seconds
 
 _CHUNK_NBYTES = 8 << 20
 _NAMED = 4  # hosts in a line
@@ -73,6 +73,11 @@ class DirectoryContents:
 def age_s(unix_ns: int) -> float:
     """Return the seconds since a time."""
     return round(max(0.0, time.time() - unix_ns / 1e9), 3)
+
+
+def show_age(unix_ns: int) -> str:
+    """Write the time since a time."""
+    return show_seconds(age_s(unix_ns))
 
 
 def look_into(world: World, directory: str | None) -> DirectoryContents | None:

@@ -61,7 +61,7 @@ def settings(memory: str | None, job: str | None, directory: str | None) -> Conf
     """
     os.environ.pop(config.DISABLE, None)
     try:
-        # Without a given name any name will do: `choose_job.choose` chooses the job later.
+        # Without a given name any name will do: `jobs.choose_job` chooses the job later.
         return config.from_environment(os.environ, directory, job=job or "any", memory=memory, drain_every=0)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None

@@ -14,7 +14,8 @@ from ..errors import DeadlineExceeded, DrainFailed
 from ..memory.node_directory import jobs_of
 from ..mpi.world import World, gather_from_all
 from ..text import show_bytes, show_seconds
-from . import choose_job, completion, on_disk
+from . import completion, on_disk
+from .jobs import choose_job
 from .node_memory import look_around
 from .options import directory_option, job_option, json_option, memory_option, settings
 from .output import answer, progress_bar
@@ -49,7 +50,7 @@ def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> Non
 
     def work(world: World) -> int:
         started = time.perf_counter()
-        name = choose_job.choose(world, given, job, is_live=False)
+        name = choose_job(world, given, job, is_live=False)
         before = _outlook(world, given, name)
         stored = on_disk.look_into(world, given.directory)
         newest, lost = before.newest, before.lost
@@ -105,7 +106,7 @@ def heal(directory: str | None, redundancy: str | None, job: str | None, memory:
     given = settings(memory, job, directory)
 
     def work(world: World) -> int:
-        name = choose_job.choose(world, given, job, is_live=False)
+        name = choose_job(world, given, job, is_live=False)
         before = _outlook(world, given, name)
         newest = before.newest
         if newest is None:

@@ -28,7 +28,7 @@ from ..run.on_ssh import OnSsh
 from ..telemetry.heartbeat import is_orphan, is_without_courier, live_jobs, read_heartbeats
 from ..telemetry.recorder import is_worth_a_word
 from ..text import many, named, show_bytes, show_seconds
-from . import choose_job
+from .jobs import decide
 from .options import directory_option, job_option, memory_option, settings
 from .output import answer, new_table
 
@@ -71,7 +71,7 @@ def top(directory: str | None, job: str | None, memory: str, hosts: str, rsh: st
         else:
             opened.enter_context(agents)
             jobs = [job] if job else jobs_everywhere(agents, memory)
-        name = choose_job.decide(jobs, os.environ, job, given.directory, memory)
+        name = decide(jobs, os.environ, job, given.directory, memory)
 
         def look() -> Look:
             return look_here(memory, name) if agents is None else look_everywhere(agents, memory, name)

@@ -16,7 +16,8 @@ from ..mpi.world import World, gather_from_all
 from ..storage.signatures import public_key
 from ..storage.store import open_store
 from ..text import many, show_bytes
-from . import choose_job, completion, on_disk
+from . import completion, on_disk
+from .jobs import choose_job
 from .node_memory import Changed, File, Sealed, look
 from .on_disk import Key, Provenance, describe
 from .options import job_options, settings
@@ -90,7 +91,7 @@ def verify(key: str | None, directory: str | None, job: str | None, memory: str,
         raise click.UsageError("--key needs --directory, because checkpoints in memory are not signed")
 
     def work(world: World) -> int:
-        name = choose_job.choose(world, given, job)
+        name = choose_job(world, given, job)
         stored = on_disk.look_into(world, given.directory)
         if stored is not None and stored.is_missing:
             raise click.ClickException(f"the directory {stored.path} does not exist")
