@@ -84,8 +84,8 @@ class _Late(click.Group):
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         fitting = {name: line for name, (_, line) in _COMMANDS.items() if name.startswith(incomplete)}
-        found = [CompletionItem(name, help=line) for name, line in fitting.items()]
-        return found + click.Command.shell_complete(self, ctx, incomplete)
+        items = [CompletionItem(name, help=line) for name, line in fitting.items()]
+        return items + click.Command.shell_complete(self, ctx, incomplete)
 
 
 def _versions(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -94,13 +94,13 @@ def _versions(context: click.Context, _: click.Parameter, wanted: bool) -> None:
         return
     import importlib.metadata as metadata
 
-    found = [f"Python {platform.python_version()}"]
+    versions = [f"Python {platform.python_version()}"]
     for name in ("torch", "numpy", "mpi4py", "h5py"):
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            versions.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
-            found.append(f"no {name}")
-    click.echo(f"mlflash {__version__}\n{', '.join(found)}; `mlflash doctor` names the MPI library")
+            versions.append(f"no {name}")
+    click.echo(f"mlflash {__version__}\n{', '.join(versions)}; `mlflash doctor` names the MPI library")
     context.exit()
 
 

@@ -266,10 +266,10 @@ def _differences(*folders: Path) -> list[str]:
     import numpy as np
 
     tensors: list[dict[str, tuple[str, bytes]]] = [{}, {}]
-    for folder, those in zip(folders, tensors, strict=True):
+    for folder, own in zip(folders, tensors, strict=True):
         for path in folder.glob("*.npz"):
             with np.load(path) as arrays:
-                those |= {f"{name} on {path.stem}": (f"{array.dtype}{array.shape}", array.tobytes())
+                own |= {f"{name} on {path.stem}": (f"{array.dtype}{array.shape}", array.tobytes())
                           for name, array in arrays.items()}  # fmt: skip
-    expected, found = tensors
-    return sorted(name for name in expected | found if expected.get(name) != found.get(name))
+    expected, actual = tensors
+    return sorted(name for name in expected | actual if expected.get(name) != actual.get(name))

@@ -56,11 +56,11 @@ def doctor(need: int | None, redundancy: str | None, draining: bool, certify_aft
     watch = Watch(context.rank == 0, as_json, timeout)
     examination = Examination(context, watch, timeout)
     try:
-        found = examination.run()
+        diagnosis = examination.run()
         if context.rank == 0:
-            found.print(as_json)
+            diagnosis.print(as_json)
             sys.stdout.flush()
-        code = examination.end(WRONG if found.count(Level.ERROR) else FINE)
+        code = examination.end(WRONG if diagnosis.count(Level.ERROR) else FINE)
     finally:
         watch.over()
     sys.exit(code)
@@ -158,9 +158,9 @@ class Examination:
     def _gather(self, context: Context) -> Iterable[Finding]:
         """Send the results to rank 0. Merge them within each node first, where most are the same."""
         world = context.ranks
-        of_node = merge(finding for found in world.gather(self._located(), world.node) for finding in found)
+        of_node = merge(finding for findings in world.gather(self._located(), world.node) for finding in findings)
         of_nodes = world.gather(of_node, world.leaders) if world.local_rank == 0 else []
-        self._found = [finding for found in of_nodes for finding in found] if world.rank == 0 else []
+        self._found = [finding for findings in of_nodes for finding in findings] if world.rank == 0 else []
         return ()
 
     def _make(self, subject: str, check: Check, together: bool = False) -> None:
@@ -170,25 +170,25 @@ class Examination:
         name, values = check.__name__.strip("_").replace("_", " "), {"memory": self.context.settings.memory}
         advice = _START if check == self._start else _ADVICE.get(subject, _REPORT)
         self._watch.begin(dataclasses.replace(wrong(name, "", advice, **values), subject=subject), self.known())
-        found: list[Finding] = []
+        findings: list[Finding] = []
         try:
             if together:
                 self.context.ranks.start_job(_raise)
-            found += check(self.context)
+            findings += check(self.context)
         except DeadlineExceeded as error:
             ranks = [f"rank {rank} on {node}" for rank, node in zip(error.ranks, error.nodes, strict=False)]
-            found.append(wrong(name, f"waited {{waited_s}} for {listed(ranks) or 'the other ranks'}; later checks are "
-                               "skipped", _HANGS, waited_s=self._timeout_s))  # fmt: skip
+            text = f"waited {{waited_s}} for {listed(ranks) or 'the other ranks'}; later checks are skipped"
+            findings.append(wrong(name, text, _HANGS, waited_s=self._timeout_s))
             self._is_broken = True
         except Exception as error:
             kind = "" if isinstance(error, MlflashError) else f"{type(error).__name__}: "
             text = kind + "; ".join(line.strip() for line in str(error).splitlines())
-            found.append(wrong(name, "{error}", advice, error=text, **values))
+            findings.append(wrong(name, "{error}", advice, error=text, **values))
             self._is_broken |= together or check == self._start
             if self._is_broken and self.context.rank:
                 print(f"{name}: {text}", file=sys.stderr)
                 time.sleep(self._timeout_s + 2 * _GRACE_S)  # rank 0 waits in vain, and then ends this process
-        self._found += [dataclasses.replace(finding, subject=subject) for finding in found]
+        self._found += [dataclasses.replace(finding, subject=subject) for finding in findings]
 
     def _located(self) -> list[Finding]:
         """Return the results so far. Those of this process get its node and rank, as MPI knows them by now."""

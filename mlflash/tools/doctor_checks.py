@@ -167,18 +167,18 @@ def failure_domains(context: Context) -> Iterator[Finding]:
     from ..courier.start import find_domains
 
     setting, names = context.settings.domains, context.ranks.topology.node_names
-    found = find_domains(context.ranks, setting)
-    if found is None and len(names) > 2:
+    domains = find_domains(context.ranks, setting)
+    if domains is None and len(names) > 2:
         yield warning("failure domains", "unknown: Slurm knows no switches or blocks", "groups may share a rack: list "
                       "the nodes of each rack in MLFLASH_DOMAINS=FILE (n[01-16] rack1)")  # fmt: skip
-    elif found is None:
+    elif domains is None:
         yield fine("failure domains", "unknown, and not useful for so few nodes")
-    elif unlisted := [name for name in names if not found.knows(name)]:
+    elif unlisted := [name for name in names if not domains.knows(name)]:
         yield warning("failure domains", f"{len(unlisted)} nodes are not listed, for example {unlisted[0]}",
                       "each of them counts as its own domain: add them to the file of MLFLASH_DOMAINS")  # fmt: skip
     else:
-        kinds = [f"{len({found.names(name)[level] for name in names})} x {kind}"
-                 for level, kind in enumerate(found.kinds)]  # fmt: skip
+        kinds = [f"{len({domains.names(name)[level] for name in names})} x {kind}"
+                 for level, kind in enumerate(domains.kinds)]  # fmt: skip
         yield fine("failure domains", f"{many(len(names), 'node')} in {', '.join(kinds)}, by "
                    + ("Slurm" if setting is None else "MLFLASH_DOMAINS"))  # fmt: skip
 
@@ -244,12 +244,12 @@ except Exception as error:
 
 def running() -> dict[int, int]:
     """Find the couriers of this user on this node, and for whom each works: itself, if its trainer has ended."""
-    found = {}
+    couriers = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has just ended
             if path.stat().st_uid == os.getuid() and trainer_of(path) is not None:
-                found[int(path.name)] = works_for(int(path.name))
-    return found
+                couriers[int(path.name)] = works_for(int(path.name))
+    return couriers
 
 
 def couriers_here(_: object) -> Iterator[Finding]:
@@ -401,10 +401,10 @@ def writing(context: Context) -> Iterator[Finding]:
     except UnsafePath as error:
         yield wrong("private directory", "{error}, {found}", "delete it, or ask its owner to", error=error.message,
                     found=str(error.found))  # fmt: skip
-    for path, found in user_directory.look(memory)[1].items():
+    for path, reason in user_directory.look(memory)[1].items():
         yield warning("private directory", "{path} does not belong to this user: {found}", "nothing is lost, because "
                       "jobs use the next name, mlflash-UID.1; ask its owner to delete it", path=path,
-                      found=found)  # fmt: skip
+                      found=reason)  # fmt: skip
     mapped_file(context, _TRIED_NBYTES)[:] = 1
     yield fine("writing", "{tried_nbytes} can be written", tried_nbytes=_TRIED_NBYTES)
 
@@ -527,13 +527,13 @@ _NONE = ("", "(null)", "none", "job_container/none")
 
 def versions(context: Context) -> Iterator[Finding]:
     """Name the installed packages and their versions, and a PyTorch with which mlflash was not run."""
-    found = {}
+    installed = {}
     for name in ("mlflash", "numpy", "mpi4py", "h5py", "xxhash", "torch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    text = ", ".join([f"Python {platform.python_version()}", *map(" ".join, found.items())])
+            installed[name] = importlib.metadata.version(name)
+    text = ", ".join([f"Python {platform.python_version()}", *map(" ".join, installed.items())])
     yield fine("versions", "{versions}", versions=text)
-    if "torch" in found and (unknown := not_run_with(found["torch"])) is not None:
+    if "torch" in installed and (unknown := not_run_with(installed["torch"])) is not None:
         yield warning("versions", unknown, "install one of these releases, or begin with a short run that you restore")
 
 

@@ -52,10 +52,10 @@ class Context:
         """The ranks of each node. Nodes of the same name count as one."""
         if self.world is None or self.world.world is None:
             return {socket.gethostname(): (self.rank,)}
-        found: dict[str, tuple[int, ...]] = {}
+        ranks_on: dict[str, tuple[int, ...]] = {}
         for name, ranks in zip(self.world.topology.node_names, self.world.topology.ranks_on, strict=True):
-            found[name] = found.get(name, ()) + ranks
-        return found
+            ranks_on[name] = ranks_on.get(name, ()) + ranks
+        return ranks_on
 
     @property
     def shape(self) -> tuple[int, int]:

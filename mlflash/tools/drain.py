@@ -59,7 +59,8 @@ def _ask(given: Config, job: str, wait_s: float | None) -> dict[str, Any]:
         with progress_bar("waiting for the drain") as update:
             while time.monotonic() < end:
                 document["heard"] = not held.has_request()
-                new = [one for one in _listed(given.directory) if one not in before] if document["heard"] else []
+                after = _listed(given.directory) if document["heard"] else []
+                new = [listed for listed in after if listed not in before]
                 if new or (document["heard"] and given.directory is None):
                     break
                 update()

@@ -112,8 +112,8 @@ def export(step: int | None, out: str, form: str, place: str | None, keep: tuple
 
     def work(world: World) -> int:
         store = open_store(out)
-        if there := world.broadcast(store.names()[:1] if world.rank == 0 else [], 0):
-            raise click.UsageError(f"{store.path} is not empty: {there[0]}")
+        if existing := world.broadcast(store.names()[:1] if world.rank == 0 else [], 0):
+            raise click.UsageError(f"{store.path} is not empty: {existing[0]}")
 
         def write(whole: Whole) -> Written:
             whole = selection.of(whole)
@@ -245,9 +245,9 @@ def export_whole(world: Collectives, opened: OpenCheckpoint, write: Callable[[Wh
     except Exception as problem:  # the other ranks must learn of it
         error = problem
     world.broadcast(False, 0)
-    told = error if error is None or isinstance(error, MlflashError) else MlflashError(f"export failed: {error}")
+    shared = error if error is None or isinstance(error, MlflashError) else MlflashError(f"export failed: {error}")
     try:
-        world.raise_together(told)
+        world.raise_together(shared)
     except MlflashError:
         if error is not None:
             raise error from None

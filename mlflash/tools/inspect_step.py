@@ -98,14 +98,14 @@ class Statistics:
 
 def statistics(entry: Entry, pieces: Iterable[np.ndarray]) -> Statistics:
     """Make statistics of the bytes of an entry."""
-    found, check = Statistics(), xxhash.xxh3_64()
+    joined, check = Statistics(), xxhash.xxh3_64()
     for whole in _whole_items(entry, pieces):
         check.update(whole.data)
         values = _values(entry, whole)
         if values is not None and values.size:
-            found.add(values)
-    found.check = check.intdigest()
-    return found
+            joined.add(values)
+    joined.check = check.intdigest()
+    return joined
 
 
 def _whole_items(entry: Entry, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
@@ -194,24 +194,24 @@ def _read_memory(memory: str, job: str, node: str, way: Itinerary, wanted: str |
     Raises:
         Changed: a file was written while it was read.
     """
-    found = Contents()
-    mine = {rank: (file, header) for rank, (name, file, header) in way.slots.items() if name == node}
-    if not mine:
-        return found
+    contents = Contents()
+    slots = {rank: (file, header) for rank, (name, file, header) in way.slots.items() if name == node}
+    if not slots:
+        return contents
     with contextlib.closing(NodeDirectory(memory, job, make=False)) as held:
-        for rank, (file, header) in mine.items():
+        for rank, (file, header) in slots.items():
             with Sealed(held, file, header) as sealed:
                 manifest = sealed.manifest()
                 if rank == min(way.slots):
-                    found.plain, found.provenance = _plain_of(manifest, wanted), manifest.provenance
+                    contents.plain, contents.provenance = _plain_of(manifest, wanted), manifest.provenance
                 for entry in manifest.entries:
                     if _matches(entry.name, wanted):
                         shard = Shard(entry, rank, node, _runs(node, file, header, manifest, entry, way))
                         if numbers and (shard.runs or not entry.nbytes):
                             shard.numbers = statistics(entry, _bytes(held, sealed, node, shard, way))
-                        found.shards.append(shard)
+                        contents.shards.append(shard)
                 sealed.check()
-    return found
+    return contents
 
 
 def _runs(node: str, file: str, header: Header, manifest: Manifest, entry: Entry, way: Itinerary) -> tuple[Run, ...]:
@@ -242,25 +242,25 @@ def _bytes(held: NodeDirectory, sealed: Sealed, node: str, shard: Shard, way: It
             share.check()
 
 
-def _read_directory(path: str, one: Listed, wanted: str | None, numbers: bool) -> Contents:
+def _read_directory(path: str, listed: Listed, wanted: str | None, numbers: bool) -> Contents:
     """Read the contents of a drained checkpoint. Bytes for statistics are verified."""
-    found = Contents()
-    drained = OpenInDirectory(World(None, this_node(), math.inf), open_store(path), one)
+    contents = Contents()
+    drained = OpenInDirectory(World(None, this_node(), math.inf), open_store(path), listed)
     try:
         for rank in range(drained.world_size):
-            its = drained.index(rank)
+            index = drained.index(rank)
             if rank == 0:
-                found.plain = _plain_of(its.manifest, wanted)
-            for entry, place in its.pieces:
+                contents.plain = _plain_of(index.manifest, wanted)
+            for entry, place in index.pieces:
                 if _matches(entry.name, wanted):
-                    run = Run(f"{one.folder}/{its.places.data}", -1 if place.packed else place.start, place.nbytes)
-                    shard = Shard(entry, rank, "", (run,))
+                    start = -1 if place.packed else place.start
+                    shard = Shard(entry, rank, "", (Run(f"{listed.folder}/{index.places.data}", start, place.nbytes),))
                     if numbers:
                         shard.numbers = statistics(entry, drained.content(rank, entry.name, place))
-                    found.shards.append(shard)
+                    contents.shards.append(shard)
     finally:
         drained.close()
-    return found
+    return contents
 
 
 def _pieces(read: Callable[[int, int], np.ndarray], run: Run) -> Iterator[np.ndarray]:
@@ -281,8 +281,8 @@ def _matches(name: str, wanted: str | None) -> bool:
 
 def _attempt_to_show(prospects: Sequence[Prospect], step: int) -> Prospect | None:
     """Return the newest attempt of a step in memory that can be restored, else the newest one that has files."""
-    of_step = [one for one in prospects if one.step == step]
-    return next((one for one in of_step if one.choice is not None), of_step[0] if of_step else None)
+    of_step = [prospect for prospect in prospects if prospect.step == step]
+    return next((prospect for prospect in of_step if prospect.choice is not None), of_step[0] if of_step else None)
 
 
 _LONGEST = 100  # of a plain leaf, characters
@@ -336,18 +336,18 @@ def _from_memory(world: World, given: Config, job: str, step: int, tensor: str |
     if plan is None:
         return None
     attempt, way = plan
-    mine, error = Contents(), None
+    part, error = Contents(), None
     if world.local_rank == 0:
         try:
-            mine = _read_memory(given.memory, job, world.node_name, way, tensor, tensor is not None)
+            part = _read_memory(given.memory, job, world.node_name, way, tensor, tensor is not None)
         except (Changed, FileNotFoundError):
             error = CorruptSlot("the job wrote over this step while the command read it: try again", step=step)
         except MlflashError as problem:
             error = CorruptSlot(problem.message, node=world.node_name, step=step)
-    told = gather(world, mine)
+    parts = gather(world, part)
     world.raise_together(error)
-    contents = Contents(sorted((shard for part in told for shard in part.shards), key=lambda shard: shard.rank))
-    for part in told:
+    contents = Contents(sorted((shard for part in parts for shard in part.shards), key=lambda shard: shard.rank))
+    for part in parts:
         contents.plain |= part.plain
         contents.provenance = contents.provenance or part.provenance
     _refuse_unknown(world, tensor, contents, step)
@@ -378,8 +378,8 @@ def _from_directory(world: World, directory: str | None, step: int, tensor: str 
 
 
 def _refuse_unknown(world: World, tensor: str | None, contents: Contents, step: int) -> None:
-    there = world.broadcast(bool(contents.shards or contents.plain), 0)
-    if tensor is not None and not there:
+    is_known = world.broadcast(bool(contents.shards or contents.plain), 0)
+    if tensor is not None and not is_known:
         raise click.ClickException(f"step {step} has no tensor or value {tensor!r}: `mlflash inspect {step}` lists all")
 
 
@@ -483,11 +483,11 @@ class Checkpoint:
         return list(tensors.values())
 
     def to_json(self) -> dict[str, Any]:
-        said = (self.contents.provenance or None) if self.provenance is None else self.provenance.said
+        provenance = (self.contents.provenance or None) if self.provenance is None else self.provenance.said
         return {"step": self.step, "ranks": self.ranks, "source": self.source, "missing_ranks": list(self.missing),
                 "tensors": [tensor.to_json() for tensor in self.tensors],
                 "plain": {name: _plain(value) for name, value in self.contents.plain.items()},
-                "provenance": said}  # fmt: skip
+                "provenance": provenance}  # fmt: skip
 
     def show(self, console: Console, closely: bool) -> None:
         """Print a line for each tensor. With ``closely`` print each of its shards."""
@@ -510,8 +510,12 @@ class Checkpoint:
 
     def _lines_of_provenance(self) -> list[tuple[str | None, str]]:
         if self.provenance is None:
-            said = self.contents.provenance
-            return [(None, "; ".join(filter(None, (f"provenance: {versions_of(said)}", _given(said)))))] if said else []
+            recorded = self.contents.provenance
+            return (
+                [(None, "; ".join(filter(None, (f"provenance: {versions_of(recorded)}", _given(recorded)))))]
+                if recorded
+                else []
+            )
         document = self.provenance.document
         if document is None:
             return [("yellow", "its provenance cannot be used: `mlflash verify` says why")]

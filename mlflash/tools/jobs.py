@@ -19,7 +19,7 @@ from ..memory.node_directory import clean as clean_job
 from ..memory.node_directory import jobs_of
 from ..memory.slot import Header
 from ..mpi.world import World, gather
-from ..text import many, show_bytes
+from ..text import listed, many, show_bytes
 from . import completion
 from .node_memory import Node, look
 from .on_disk import age_s, show_age
@@ -123,7 +123,7 @@ def decide(names: Collection[str], env: Mapping[str, str], job: str | None, dire
     if job:
         if job in names or directory:
             return job
-        others = f"; jobs here: {_few(names)}" if names else ""
+        others = f"; jobs here: {listed(list(names), _NAMED)}" if names else ""
         raise click.ClickException(f"job {job} holds no memory in {memory} on {socket.gethostname()}{others}")
     if directory:
         name = job_name(env, directory)
@@ -133,7 +133,7 @@ def decide(names: Collection[str], env: Mapping[str, str], job: str | None, dire
             return name
         if len(alike) == 1:
             return alike[0]
-        raise click.UsageError(f"several jobs drain to {directory}: name one with --job: {_few(alike)}")
+        raise click.UsageError(f"several jobs drain to {directory}: name one with --job: {listed(alike, _NAMED)}")
     if not names:
         host = socket.gethostname()
         raise click.ClickException(f"nothing of this user is in {memory} on {host}: log in to a node that the job ran "
@@ -141,12 +141,7 @@ def decide(names: Collection[str], env: Mapping[str, str], job: str | None, dire
     for candidates in (names, preferred):
         if len(candidates) == 1:
             return next(iter(candidates))
-    raise click.UsageError(f"which job? Name one with --job: {_few(names)}")
-
-
-def _few(names: Collection[str]) -> str:
-    text = ", ".join(list(names)[:_NAMED])
-    return text if len(names) <= _NAMED else f"{text}, ... ({len(names)} jobs: mlflash jobs)"
+    raise click.UsageError(f"which job? Name one with --job: {listed(list(names), _NAMED)}")
 
 
 # The commands

@@ -86,17 +86,17 @@ def look_around(world: World, memory: str, job: str) -> list[Node]:
     Raises:
         UnsafePath: on all ranks, if a directory is not private.
     """
-    mine: list[Node] = []
+    own_nodes: list[Node] = []
     error: MlflashError | None = None
     if world.local_rank == 0:
         try:
-            mine = [look(memory, job, world.node_name)]
+            own_nodes = [look(memory, job, world.node_name)]
         except MlflashError as problem:
             problem.node = world.node_name
             error = problem
-    told = gather(world, mine)
+    all_nodes = gather(world, own_nodes)
     world.raise_together(error)
-    return [node for nodes in told for node in nodes]
+    return [node for nodes in all_nodes for node in nodes]
 
 
 def look(memory: str, job: str, name: str) -> Node:

@@ -258,4 +258,4 @@ def least(compared: Sequence[SchemeCosts]) -> dict[str, SchemeCosts]:
     wishes = {f"any {many(n, 'node')}": [p for p in fitting if p.any_nodes >= n] for n in (1, 2, 3)}
     for kind in dict.fromkeys(kind for p in fitting for kind in p.any_domain):
         wishes[f"any 1 {kind}"] = [p for p in fitting if kind in p.any_domain]
-    return {wish: those[0] for wish, those in wishes.items() if those}
+    return {wish: granting[0] for wish, granting in wishes.items() if granting}

@@ -63,10 +63,10 @@ def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> Non
             nbytes = sum(gather_from_all(world, 0 if drain is None else drain.nbytes))
         if world.rank:
             return FINE
-        there = stored.newest if stored is not None else None
+        drained = stored.newest if stored is not None else None
         beyond = lost or newest  # if the directory does not have it either, it is gone
         covered = drain is not None or (
-            there is not None and (beyond is None or there.card.attempt.generation >= beyond.attempt.generation)
+            drained is not None and (beyond is None or drained.card.attempt.generation >= beyond.attempt.generation)
         )
         lines = [describe_lost(lost)] if lost is not None else []
         if drain is not None:
@@ -74,13 +74,15 @@ def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> Non
             lines.append(f"step {drain.step} was drained to {drain.path}: {show_bytes(nbytes)} in {seconds}")
         elif newest is not None and not covered:
             lines.append(f"step {newest.step} in memory is damaged: nothing was drained")
-        elif there is not None:
-            lines.append(f"memory has nothing newer than step {there.step}, which {stored and stored.path} already has")
+        elif drained is not None:
+            lines.append(
+                f"memory has nothing newer than step {drained.step}, which {stored and stored.path} already has"
+            )
         else:
             lines.append("memory has nothing that can be restored, and the directory has nothing either"
                          + _elsewhere(given, name))  # fmt: skip
         step, path = (None, None) if drain is None else (drain.step, drain.path)
-        in_directory = step if step is not None else there.step if there is not None else None
+        in_directory = step if step is not None else drained.step if drained is not None else None
         document: dict[str, Any] = {"job": name, "drained": step, "path": path, "nbytes": nbytes,
                                     "lost": None if lost is None else lost.step, "newest": in_directory}  # fmt: skip
         answer(as_json, document, lambda console: console.print("\n".join(lines), soft_wrap=True))
@@ -144,8 +146,8 @@ def _elsewhere(given: Config, job: str) -> str:
 def _outlook(world: World, given: Config, job: str) -> Restorability:
     """Tell all ranks what all nodes can give. Collective."""
     nodes = look_around(world, given.memory, job)
-    told = what_is_restorable(nodes, together=True) if world.rank == 0 else None
-    outlook: Restorability = world.broadcast(told, 0)
+    own_outlook = what_is_restorable(nodes, together=True) if world.rank == 0 else None
+    outlook: Restorability = world.broadcast(own_outlook, 0)
     return outlook
 
 

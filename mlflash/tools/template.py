@@ -116,10 +116,10 @@ def template(name: str | None, output: Path, force: bool, **options: Any) -> Non
     if options["script"] is None or not TEMPLATES[name].arguments:
         files["train.py"] = packaged(TEMPLATES[name].training)
     try:
-        there = [file for file in files if os.path.lexists(output / file)]
-        if there and not force:
-            raise click.UsageError(f"{output} already has {' and '.join(there)}: give another --output, or --force to "
-                                   "overwrite")  # fmt: skip
+        existing = [file for file in files if os.path.lexists(output / file)]
+        if existing and not force:
+            raise click.UsageError(f"{output} already has {' and '.join(existing)}: give another --output, or --force "
+                                   "to overwrite")  # fmt: skip
         output.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
             (output / file).write_text(text, encoding="utf-8")
