@@ -19,7 +19,7 @@ _COMMANDS = {
     "plan": ("tools.plan:plan", "Compare redundancy schemes and compute how often to save."),
     "template": ("tools.template:template", "Write a batch script for Slurm and a training script."),
     "run": ("tools.run:run", "Start a job and restart it after a failure."),
-    "agent": ("tools.agent:agent", "Keep couriers alive when a Slurm job step is killed."),
+    "agent": ("tools.run:agent", "Keep couriers alive when a Slurm job step is killed."),
     "demo": ("tools.demo:demo", "Kill a node of a small training and compare the weights."),
     "status": ("tools.status:status", "Show what is in memory and which losses it survives."),
     "top": ("tools.top:top", "Watch a running job in the terminal."),
