@@ -45,7 +45,7 @@ def drain(context: click.Context, wait_s: float | None, directory: str | None, j
         document = _ask(given, name, wait_s)
     except (MlflashError, OSError) as error:
         raise click.ClickException(str(error)) from error
-    answer(as_json, document, lambda console: console.print(_in_words(document, wait_s), soft_wrap=True))
+    answer(as_json, document, _in_words(document, wait_s))
     context.exit(FINE if wait_s is None or document["heard" if directory is None else "drained"] else WRONG)
 
 

@@ -206,7 +206,7 @@ def clean(context: click.Context, jobs: tuple[str, ...], everything: bool, yes: 
         _ask(chosen, memory)
     cleaned = [_clean(memory, job, dry_run) for job in chosen]
     if as_json:
-        answer(True, {"dry_run": dry_run, "jobs": cleaned}, lambda console: None)
+        answer(True, {"dry_run": dry_run, "jobs": cleaned}, "")
     for job in () if as_json else cleaned:
         text = job["error"] or f"{job['nbytes']:,} bytes {'would be ' * dry_run}freed"
         click.echo(f"{job['job']}: {text}", err=job["error"] is not None)

@@ -45,7 +45,7 @@ def mark(step: int, is_bad: bool, directory: str | None, job: str | None, memory
         folders = [] if given.directory is None else _mark_in(given.directory, step, verdict)
         document: dict[str, Any] = {"job": name, "step": step, "verdict": verdict.name.lower(), "nodes": nodes,
                                  "folders": folders}  # fmt: skip
-        answer(as_json, document, lambda console: console.print(_in_words(document), highlight=False))
+        answer(as_json, document, _in_words(document))
         return FINE if nodes or folders else WRONG
 
     run_together(given, as_json, work)

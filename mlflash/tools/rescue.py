@@ -85,7 +85,7 @@ def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> Non
         in_directory = step if step is not None else drained.step if drained is not None else None
         document: dict[str, Any] = {"job": name, "drained": step, "path": path, "nbytes": nbytes,
                                     "lost": None if lost is None else lost.step, "newest": in_directory}  # fmt: skip
-        answer(as_json, document, lambda console: console.print("\n".join(lines), soft_wrap=True))
+        answer(as_json, document, "\n".join(lines))
         return FINE if covered else WRONG
 
     run_together(given, as_json, work)
@@ -132,7 +132,7 @@ def heal(directory: str | None, redundancy: str | None, job: str | None, memory:
                     "survives": None if survives is None else str(survives)}  # fmt: skip
         text = f"healed: {describe(made)}\nredundancy: {made.scheme}\n" if made is not None else "healed: nothing\n"
         text += f"survives the loss of: any process; {survives}"
-        answer(as_json, document, lambda console: console.print(text, soft_wrap=True))
+        answer(as_json, document, text)
         return FINE if whole else WRONG
 
     run_together(given, as_json, work)
