@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _KEPT_FROM = 4  # steps
+RANKS_PER_NODE = 2
+_LAUNCH_TIMEOUT_S = 150.0
+_DEATH_TIMEOUT_S = 30.0  # for mpiexec to notice that ranks were killed
+_TERM_TIMEOUT_S = 20.0
+_POLL_S = 0.02
 
 
 @click.command()
@@ -57,13 +62,6 @@ def demo(keep_alive: bool, steps: int, kill_step: int | None, seed: int | None, 
     except MlflashError as error:
         raise click.ClickException(str(error)) from error
     sys.exit(0 if same else 1)
-
-
-RANKS_PER_NODE = 2
-_LAUNCH_TIMEOUT_S = 150.0
-_DEATH_TIMEOUT_S = 30.0  # for mpiexec to notice that ranks were killed
-_TERM_TIMEOUT_S = 20.0
-_POLL_S = 0.02
 
 
 class Launch:

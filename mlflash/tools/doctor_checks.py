@@ -48,6 +48,39 @@ from .plan_schemes import Job, consider, node_nbytes
 _SKEW_S = 1.0
 _SAVED_NBYTES, _SAVES = 16 << 20, 4
 _SLOW_RDMA_GBS, _SLOW_GBS = 0.5, 0.05
+_ENDS_S = 6  # a courier ends within this time after its trainer
+_TRIAL_RANKS, _TRIAL_S, _TRIAL_LOOK_S = 2, 45.0, 0.02  # of couriers
+_TRIAL_SHOWN = 200  # characters of its output
+_TRIAL_PROGRAM = """
+import sys
+import numpy
+from mlflash import Checkpointer
+try:
+    with Checkpointer(job="doctor", redundancy="none", timeout_s=40, strict=True, log="", metrics="",
+                      drain_every=0) as checkpointer:
+        checkpointer.save(1, {"numbers": numpy.ones(8)}).wait()
+        print(checkpointer.report()["mpi"])
+except Exception as error:
+    sys.exit(" ".join(str(error).split()))
+"""
+_TRIED_NBYTES, _PINNED_NBYTES = 16 << 20, 1 << 20
+_TINY_NBYTES = 1 << 30  # Docker's /dev/shm has 64 MiB by default
+_LOCKED_NBYTES = 1 << 30
+_LEFT_NBYTES, _LEFT_NAMED = 16 << 20, 5
+_SHARE = 0.8  # the share of a cgroup's free memory, or of RAM, that slots may take: training needs some, too
+_MORE = {
+    "space": "delete other files there, or as root mount -o remount,size=... (docker run --shm-size)",
+    "cgroup": "ask for more memory (sbatch --mem=0), because the kernel kills processes at the limit",
+    "RAM": "take nodes with more memory",
+}
+_CONTAINER_MARKS = ".dockerenv", "run/.containerenv"  # of Docker and Podman, which have a process 1 of their own
+_CONTAINER_VARIABLES = "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "ENROOT_ROOTFS", "container"
+_FIRST_USER = 1000  # system users have smaller numbers, and logind does not touch their files
+_GPU_DEVICES = ("nvidia[0-9]*", "nvidiactl", "kfd", "dxg")
+_NONE = ("", "(null)", "none", "job_container/none")
+
+
+# MPI
 
 
 def library(context: Context) -> Iterator[Finding]:
@@ -225,21 +258,7 @@ def judge_network(transport: str, between: str, saved_gbs: float) -> Finding:
     return fine("network", text, saved_gbs=saved_gbs)
 
 
-_SOON_S = 6  # a courier ends within this time after its trainer
-_RANKS, _LONGEST_S, _LOOK_S = 2, 45.0, 0.02  # of a trial
-_LENGTH = 200  # characters of its output that are shown
-_PROGRAM = """
-import sys
-import numpy
-from mlflash import Checkpointer
-try:
-    with Checkpointer(job="doctor", redundancy="none", timeout_s=40, strict=True, log="", metrics="",
-                      drain_every=0) as checkpointer:
-        checkpointer.save(1, {"numbers": numpy.ones(8)}).wait()
-        print(checkpointer.report()["mpi"])
-except Exception as error:
-    sys.exit(" ".join(str(error).split()))
-"""
+# Couriers: those that run on this node, and whether this MPI can start some without a launcher
 
 
 def running() -> dict[int, int]:
@@ -256,7 +275,7 @@ def couriers_here(_: object) -> Iterator[Finding]:
     """Look for couriers on this node that have lost their trainer."""
     if left := [pid for pid, trainer in running().items() if trainer == pid]:
         yield warning("couriers here", "processes {pids} remain, but their trainers have ended",
-                      f"they end within {_SOON_S} s after they have committed the last save; if not: kill -9 {{pids}}",
+                      f"they end within {_ENDS_S} s after they have committed the last save; if not: kill -9 {{pids}}",
                       pids=" ".join(map(str, sorted(left))))  # fmt: skip
 
 
@@ -272,15 +291,15 @@ def try_couriers(environment: Mapping[str, str], memory: str) -> Finding:
     ):
         given = {**without_rank(environment), "MLFLASH_MEMORY": own_memory, DISABLE: ""}
         ranks = [
-            subprocess.Popen([sys.executable, "-c", _PROGRAM], cwd="/", stdin=subprocess.DEVNULL, stdout=output,
+            subprocess.Popen([sys.executable, "-c", _TRIAL_PROGRAM], cwd="/", stdin=subprocess.DEVNULL, stdout=output,
                              stderr=subprocess.STDOUT,
-                             env=as_torchrun(given, rank, _RANKS, rank, "127.0.0.1", port))
-            for rank in range(_RANKS)
+                             env=as_torchrun(given, rank, _TRIAL_RANKS, rank, "127.0.0.1", port))
+            for rank in range(_TRIAL_RANKS)
         ]  # fmt: skip
         while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
-            if time.monotonic() > start + _LONGEST_S:
+            if time.monotonic() > start + _TRIAL_S:
                 break
-            time.sleep(_LOOK_S)
+            time.sleep(_TRIAL_LOOK_S)
         for rank in ranks:  # what it would print later follows from the failure of another rank
             rank.kill()
             rank.wait()
@@ -289,27 +308,11 @@ def try_couriers(environment: Mapping[str, str], memory: str) -> Finding:
     last = last_words(printed, "it does not end and prints nothing")
     if not any(rank.returncode for rank in ranks):
         return fine("couriers", "two ranks saved without a launcher after {seconds}, by {mpi}",
-                    seconds=f"{time.monotonic() - start:.1f} s", mpi=last[:_LENGTH])  # fmt: skip
+                    seconds=f"{time.monotonic() - start:.1f} s", mpi=last[:_TRIAL_SHOWN])  # fmt: skip
     advice = f"{pip_install('mpich')} into this environment, or name the library of your cluster's MPI in {LIBRARY}"
     if "pidfd_open" in printed:
         advice = "allow pidfd_open and pidfd_send_signal in the container's profile"
-    return warning("couriers", "couriers could not save: {last}", advice, last=last[:_LENGTH])
-
-
-_TRIED_NBYTES, _PINNED_NBYTES = 16 << 20, 1 << 20
-_TINY_NBYTES = 1 << 30  # Docker's /dev/shm has 64 MiB by default
-_LOCKED_NBYTES = 1 << 30
-_LEFT_NBYTES, _LEFT_NAMED = 16 << 20, 5
-_SHARE = 0.8  # the share of a cgroup's free memory, or of RAM, that slots may take: training needs some, too
-_MORE = {
-    "space": "delete other files there, or as root mount -o remount,size=... (docker run --shm-size)",
-    "cgroup": "ask for more memory (sbatch --mem=0), because the kernel kills processes at the limit",
-    "RAM": "take nodes with more memory",
-}
-_CONTAINER_MARKS = ".dockerenv", "run/.containerenv"  # of Docker and Podman, which have a process 1 of their own
-_CONTAINER_VARIABLES = "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "ENROOT_ROOTFS", "container"
-_FIRST_USER = 1000  # system users have smaller numbers, and logind does not touch their files
-_GPU_DEVICES = ("nvidia[0-9]*", "nvidiactl", "kfd", "dxg")
+    return warning("couriers", "couriers could not save: {last}", advice, last=last[:_TRIAL_SHOWN])
 
 
 def mapped_file(context: Context, nbytes: int) -> np.ndarray:
@@ -522,7 +525,7 @@ def pinning(cudart: Any, memory: np.ndarray) -> Finding:
                    "give a container IPC_LOCK")  # fmt: skip
 
 
-_NONE = ("", "(null)", "none", "job_container/none")
+# Software
 
 
 def versions(context: Context) -> Iterator[Finding]:

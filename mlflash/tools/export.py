@@ -47,6 +47,10 @@ from .output import answer
 from .run_on_ranks import FINE, run_together
 
 _FORMATS = ("dcp", "safetensors", "torch", "hdf5")
+Spots = dict[str, list[Spot]]
+"""Where each tensor is in the structures of the old ranks."""
+Convert = Callable[[dict[str, Any]], Any]
+"""Gets tensors and arrays by name. Returns a state, such as other tensors by name."""
 
 
 def _step(_: click.Context, __: click.Parameter, text: str) -> int | None:
@@ -173,7 +177,7 @@ def _answer(as_json: bool, form: str, step: int, written: Written, path: str) ->
     text = f"step {step} was written to {path}: {many(written.tensors, 'tensor')}, {show_bytes(nbytes)}"
     if written.left_out:
         text += f"\nleft out: {listed(written.left_out, 5)}"
-    answer(as_json, document, lambda console: console.print(text, soft_wrap=True))
+    answer(as_json, document, text)
 
 
 @click.command("import")
@@ -212,17 +216,13 @@ def import_(source: str, directory: str, step: int, trust_pickle: bool, memory: 
             clean(given.memory, name)
         document = {"step": step, "path": drain.path, "nbytes": drain.nbytes}
         text = f"step {step} was written to {drain.path}: {show_bytes(drain.nbytes)}"
-        answer(as_json, document, lambda console: console.print(text, soft_wrap=True))
+        answer(as_json, document, text)
         return FINE
 
     run_together(given, as_json, work)
 
 
-Spots = dict[str, list[Spot]]
-"""Where each tensor is in the structures of the old ranks."""
-
-Convert = Callable[[dict[str, Any]], Any]
-"""Gets tensors and arrays by name. Returns a state, such as other tensors by name."""
+# An open checkpoint → a `Whole` on the rank that exports
 
 
 def export_whole(world: Collectives, opened: OpenCheckpoint, write: Callable[[Whole], Any]) -> Any:

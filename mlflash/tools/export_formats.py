@@ -32,6 +32,7 @@ DTYPES = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
 _CONFIGURATION = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "merges.txt", "vocab.txt")
+FILE_NBYTES = 4 << 30
 
 
 def write_safetensors(whole: Whole, store: Store, shard_nbytes: int = SHARD_NBYTES) -> Written:
@@ -122,7 +123,7 @@ def copy_config(source: str | os.PathLike[str], store: Store) -> dict[str, int]:
     return {path.name: store.write(path.name, [path.read_bytes()]) for path in files}
 
 
-FILE_NBYTES = 4 << 30
+# Files of torch.save, HDF5 and DCP
 
 
 def write_torch(whole: Whole, store: Store, name: str = "state.pt") -> Written:

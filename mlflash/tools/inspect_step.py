@@ -49,6 +49,7 @@ _NUMPY = {
     "complex64": "<c8", "complex128": "<c16", "bfloat16": "<u2",
 }  # fmt: skip
 _BY_TORCH = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+_LONGEST = 100  # of a plain leaf, characters
 
 
 @dataclasses.dataclass
@@ -285,7 +286,7 @@ def _attempt_to_show(prospects: Sequence[Prospect], step: int) -> Prospect | Non
     return next((prospect for prospect in of_step if prospect.choice is not None), of_step[0] if of_step else None)
 
 
-_LONGEST = 100  # of a plain leaf, characters
+# The command
 
 
 @click.command("inspect")

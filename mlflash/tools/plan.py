@@ -198,6 +198,9 @@ def _measured(path: str) -> dict[str, Any]:
     return {**size, "nbytes": nbytes, "alike": alike, "save": stall, "commit": stall + behind}
 
 
+# The table
+
+
 def show(console: Console, job: Job, costs: Costs | None, compared: Sequence[SchemeCosts], notes: Sequence[str]
          ) -> None:  # fmt: skip
     """Print the job, a line for each scheme, the losses that each survives, warnings, and the least memory."""

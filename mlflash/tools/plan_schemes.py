@@ -25,6 +25,13 @@ from ..state import layout
 from ..state.layout import ALIGN_NBYTES, PAGE_NBYTES, Extents, round_up
 from ..text import YEAR_S, many
 
+SCHEMES = ("none", "copy", "copy:2", "xor:4", "xor:8", "rs:6+2", "rs:8+2", "rs:8+3")
+MOST_RANKS = 1 << 20
+_LATER_LOSSES = 64  # further nodes lost during one recovery; more of them count as not covered
+
+
+# How often to save
+
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
@@ -102,9 +109,7 @@ def waste(interval_s: float | None, costs: Costs, uncovered: float) -> float:
     return 1 - 1 / longer
 
 
-SCHEMES = ("none", "copy", "copy:2", "xor:4", "xor:8", "rs:6+2", "rs:8+2", "rs:8+3")
-MOST_RANKS = 1 << 20
-_LATER_LOSSES = 64  # further nodes lost during one recovery; more of them count as not covered
+# Schemes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,11 @@ from .options import json_option
 from .report_history import JobHistory, job_history
 from .report_log import Events, Launch, files_of, read, unique
 
+_MOST_ROWS = 64  # of a timeline
+_MOST_MARKS = 15_000  # of a timeline; about 1.5 MB
+_DRAWN = {"save": "training stalled for", "protect": "protected in", "drain": "drained in", "restore": "restored in",
+          "commit": "committed after"}  # fmt: skip
+
 
 @click.command()
 @click.argument("logs", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False),
@@ -60,10 +65,7 @@ def report(logs: tuple[str, ...], output: str | None, as_json: bool) -> None:
                f"{in_place}goodput {100 * numbers['goodput']:.1f} %", err=as_json)  # fmt: skip
 
 
-_MOST_ROWS = 64  # of a timeline
-_MOST_MARKS = 15_000  # of a timeline; about 1.5 MB
-_DRAWN = {"save": "training stalled for", "protect": "protected in", "drain": "drained in", "restore": "restored in",
-          "commit": "committed after"}  # fmt: skip
+# The page
 
 
 class Bar(NamedTuple):

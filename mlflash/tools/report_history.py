@@ -17,6 +17,10 @@ from typing import Any
 from ..text import listed, many
 from .report_log import CLOCKS_APART_S, Event, EventLog, Events, Launch, Stretch, launches_of, steps_of, unique
 
+_TOGETHER_S = 1.0  # ranks whose last events are within this time went silent together
+Span = tuple[float, float]
+"""Begin and end in Unix seconds."""
+
 
 @dataclasses.dataclass(frozen=True)
 class JobHistory:
@@ -183,10 +187,7 @@ def _clocks_apart(launches: Sequence[Launch]) -> Iterable[str]:
             yield f"the commits show that the clock of {node} is {abs(apart_s):.1f} s {way} that of {first}"
 
 
-_TOGETHER_S = 1.0  # ranks whose last events are within this time went silent together
-
-Span = tuple[float, float]
-"""Begin and end in Unix seconds."""
+# What failures cost
 
 
 def time_spent(launches: Sequence[Launch]) -> tuple[dict[str, float], list[Span]]:

@@ -32,6 +32,7 @@ EventKind = Literal[
 ]  # fmt: skip
 _JOURNAL_KINDS = ("start", "end", "finish", "guard", "recovered", "host_back", "late")
 _LINE_STARTS = (b'{"event":', b'{"time": ')  # of a rank, and of `mlflash run`
+CLOCKS_APART_S = 1.0  # how far clocks may differ: those of nodes without a note, and that of `mlflash run` from theirs
 
 
 class _Timed(msgspec.Struct, kw_only=True, frozen=True, rename={"kind": "event", "from_node": "from"}):
@@ -188,7 +189,7 @@ def _event(document: dict[str, Any]) -> Event | Recovered | Literal["other line 
         return None
 
 
-CLOCKS_APART_S = 1.0  # how far clocks may differ: those of nodes without a note, and that of `mlflash run` from theirs
+# Launches
 
 
 class Events(list[Event]):

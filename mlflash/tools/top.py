@@ -38,6 +38,14 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _DRAW_S = 0.25
+Heartbeat = dict[str, Any]
+_QUIET_S = 60.0  # a rank without a heartbeat for this long gets a color
+_STYLES = {"gone": "bold red", "failed": "red", "no courier": "bold yellow", "starting": "cyan", "training": "green",
+           "ended": "dim"}  # fmt: skip
+"""The states of ranks, the worst first, and their colors."""
+_DISPENSABLE = ("memory", "stall", "commit", "saved", "late", "node")
+"""Columns that a narrow terminal does not show, in this order."""
+_AROUND = 10  # lines of the page that are not ranks
 
 
 @click.command()
@@ -134,7 +142,7 @@ def _keep_looking(look: Callable[[], Look], every_s: float, last: Look, looks: q
         looks.put(last)
 
 
-Heartbeat = dict[str, Any]
+# What the ranks report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,13 +211,7 @@ def _newest(heartbeats: Sequence[Heartbeat]) -> tuple[Heartbeat, ...]:
     return tuple(newest[rank] for rank in sorted(newest) if rank < size)  # a relaunch may have fewer ranks
 
 
-_QUIET_S = 60.0  # a rank without a heartbeat for this long gets a color
-_STYLES = {"gone": "bold red", "failed": "red", "no courier": "bold yellow", "starting": "cyan", "training": "green",
-           "ended": "dim"}  # fmt: skip
-"""The states of ranks, the worst first, and their colors."""
-_DISPENSABLE = ("memory", "stall", "commit", "saved", "late", "node")
-"""Columns that a narrow terminal does not show, in this order."""
-_AROUND = 10  # lines of the page that are not ranks
+# The page
 
 
 def state_of(heartbeat: Heartbeat) -> str:
