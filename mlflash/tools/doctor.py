@@ -20,7 +20,7 @@ from . import completion, doctor_checks
 from .doctor_findings import Context, Diagnosis, Finding, Level, merge, warning, wrong
 from .doctor_watchdog import Watch
 from .options import BYTES, certify_after_option, draining_option, json_option, memory_option
-from .run_on_ranks import FINE, WRONG
+from .run_on_ranks import FINE, WRONG, raise_deadline
 
 
 @click.command()
@@ -134,7 +134,7 @@ class Examination:
             abort_all(mpi, code)
         else:
             try:
-                world.start_job(_raise)
+                world.start_job(raise_deadline)
                 code = world.broadcast(code, 0)
                 world.free()
             except DeadlineExceeded:
@@ -173,7 +173,7 @@ class Examination:
         findings: list[Finding] = []
         try:
             if together:
-                self.context.ranks.start_job(_raise)
+                self.context.ranks.start_job(raise_deadline)
             findings += check(self.context)
         except DeadlineExceeded as error:
             ranks = [f"rank {rank} on {node}" for rank, node in zip(error.ranks, error.nodes, strict=False)]
@@ -196,7 +196,3 @@ class Examination:
         nodes = tuple(node for node in ranks_on if rank in ranks_on[node])
         return [finding if finding.nodes else dataclasses.replace(finding, nodes=nodes, ranks=(rank,))
                 for finding in self._found]  # fmt: skip
-
-
-def _raise(error: DeadlineExceeded) -> None:
-    raise error

@@ -85,14 +85,10 @@ _NONE = ("", "(null)", "none", "job_container/none")
 
 def library(context: Context) -> Iterator[Finding]:
     """Name the MPI library of this program, and its path. Not collective."""
-    mpi, path = context.mpi, loaded_from(Path("/proc/self/maps").read_text())
-    yield fine("library", "{version}" + (" ({path})" if path else ""), version=version_of(mpi), path=path)
-
-
-def loaded_from(maps: str) -> str:
-    """Find the MPI library among the mapped files of ``/proc/self/maps``; "" if it has another name."""
-    names = re.findall(r"(/\S*/libmpi(?:ch)?(?:_\w+)?\.so[.\d]*)\s*$", maps, re.MULTILINE)
-    return names[0] if names else ""
+    maps = Path("/proc/self/maps").read_text()
+    mapped = re.search(r"/\S*/libmpi(?:ch)?(?:_\w+)?\.so[.\d]*(?=\s*$)", maps, re.MULTILINE)
+    path = mapped[0] if mapped else ""  # it may have another name
+    yield fine("library", "{version}" + (" ({path})" if path else ""), version=version_of(context.mpi), path=path)
 
 
 def version_of(mpi: Any) -> str:
@@ -104,11 +100,6 @@ def version_of(mpi: Any) -> str:
 def name_of(launched: Launched) -> str:
     """Return the program that started a process: mpiexec, srun or torchrun; "" if it was started alone."""
     return {"hydra": "mpiexec", "prterun": "mpiexec", "none": ""}.get(launched.launcher, launched.launcher)
-
-
-def pmi_of(library: str) -> str:
-    """Return the value of ``srun --mpi=`` that an MPI needs, for its wheels or common builds."""
-    return "pmix" if library.startswith("Open MPI") else "cray_shasta" if library.startswith("Cray") else "pmi2"
 
 
 def world_size(context: Context) -> Iterator[Finding]:
@@ -137,8 +128,9 @@ def judge_size(launched: Launched, size: int, library: str, meeting: str = "") -
     if meeting:
         return fine("world", f"{many(started, 'rank')}, which meet by {meeting}; this command looks at this node only")
     paths = ", with I_MPI_PMI_LIBRARY=/path/to/libpmi2.so" if library.startswith("Intel") else ""
+    pmi = "pmix" if library.startswith("Open MPI") else "cray_shasta" if library.startswith("Cray") else "pmi2"
     advice = {
-        "srun": f"start with srun --mpi={pmi_of(library)}{paths}, which {library} needs; srun --mpi=list shows what "
+        "srun": f"start with srun --mpi={pmi}{paths}, which {library} needs; srun --mpi=list shows what "
                 "this Slurm has",
         "torchrun": f"{library} needs its launcher: start with mpiexec or srun, or {pip_install('mpich')}, which needs "
                     "none",

@@ -168,14 +168,14 @@ class Contents:
 
 
 @dataclasses.dataclass(frozen=True)
-class Itinerary:
+class Files:
     """The files to read for a checkpoint."""
 
     slots: dict[int, tuple[str, str, Header]]
     shares: dict[tuple[str, int, int], tuple[str, Header]]
 
 
-def _itinerary(nodes: Sequence[Node], of: Prospect) -> Itinerary:
+def _files_of(nodes: Sequence[Node], of: Prospect) -> Files:
     """Choose the files to read for an attempt: the first slot of each rank."""
     slots: dict[int, tuple[str, str, Header]] = {}
     shares = {}
@@ -186,36 +186,36 @@ def _itinerary(nodes: Sequence[Node], of: Prospect) -> Itinerary:
                     slots[header.rank] = (node.name, file.name, header)
             elif header.attempt == of.attempt and header.kind is Kind.SHARE:
                 shares[node.name, header.shared_by, header.share] = (file.name, header)
-    return Itinerary(dict(sorted(slots.items())), shares)
+    return Files(dict(sorted(slots.items())), shares)
 
 
-def _read_memory(memory: str, job: str, node: str, way: Itinerary, wanted: str | None, numbers: bool) -> Contents:
-    """Read the parts of a checkpoint that are on a node: what the name or pattern ``wanted`` matches; None: all.
+def _read_memory(memory: str, job: str, node: str, files: Files, wanted: str | None) -> Contents:
+    """Read the parts of a checkpoint on a node: what the name or pattern ``wanted`` matches, with statistics, or all.
 
     Raises:
         Changed: a file was written while it was read.
     """
     contents = Contents()
-    slots = {rank: (file, header) for rank, (name, file, header) in way.slots.items() if name == node}
+    slots = {rank: (file, header) for rank, (name, file, header) in files.slots.items() if name == node}
     if not slots:
         return contents
     with contextlib.closing(NodeDirectory(memory, job, make=False)) as held:
         for rank, (file, header) in slots.items():
             with Sealed(held, file, header) as sealed:
                 manifest = sealed.manifest()
-                if rank == min(way.slots):
+                if rank == min(files.slots):
                     contents.plain, contents.provenance = _plain_of(manifest, wanted), manifest.provenance
                 for entry in manifest.entries:
                     if _matches(entry.name, wanted):
-                        shard = Shard(entry, rank, node, _runs(node, file, header, manifest, entry, way))
-                        if numbers and (shard.runs or not entry.nbytes):
-                            shard.numbers = statistics(entry, _bytes(held, sealed, node, shard, way))
+                        shard = Shard(entry, rank, node, _runs(node, file, header, manifest, entry, files))
+                        if wanted is not None and (shard.runs or not entry.nbytes):
+                            shard.numbers = statistics(entry, _bytes(held, sealed, node, shard, files))
                         contents.shards.append(shard)
                 sealed.check()
     return contents
 
 
-def _runs(node: str, file: str, header: Header, manifest: Manifest, entry: Entry, way: Itinerary) -> tuple[Run, ...]:
+def _runs(node: str, file: str, header: Header, manifest: Manifest, entry: Entry, files: Files) -> tuple[Run, ...]:
     extents, shared = header.extents, manifest.shared
     first = entry.start - extents.payload_nbytes
     if first < 0 or not entry.nbytes or shared is None:
@@ -224,7 +224,7 @@ def _runs(node: str, file: str, header: Header, manifest: Manifest, entry: Entry
     for number, (low, high) in enumerate(itertools.pairwise(cuts(shared.nbytes, shared.shares))):
         begin, end = max(first, low), min(first + entry.nbytes, high)
         if begin < end:
-            where = way.shares.get((node, shared.by, number))
+            where = files.shares.get((node, shared.by, number))
             if where is None:
                 return ()
             name, of_share = where
@@ -232,8 +232,8 @@ def _runs(node: str, file: str, header: Header, manifest: Manifest, entry: Entry
     return tuple(runs)
 
 
-def _bytes(held: NodeDirectory, sealed: Sealed, node: str, shard: Shard, way: Itinerary) -> Iterator[np.ndarray]:
-    headers = {file: header for (of, _, _), (file, header) in way.shares.items() if of == node}
+def _bytes(held: NodeDirectory, sealed: Sealed, node: str, shard: Shard, files: Files) -> Iterator[np.ndarray]:
+    headers = {file: header for (of, _, _), (file, header) in files.shares.items() if of == node}
     for run in shard.runs:
         if run.file == sealed.name:
             yield from _pieces(sealed.read, run)
@@ -243,8 +243,8 @@ def _bytes(held: NodeDirectory, sealed: Sealed, node: str, shard: Shard, way: It
             share.check()
 
 
-def _read_directory(path: str, listed: Listed, wanted: str | None, numbers: bool) -> Contents:
-    """Read the contents of a drained checkpoint. Bytes for statistics are verified."""
+def _read_directory(path: str, listed: Listed, wanted: str | None) -> Contents:
+    """Read the contents of a drained checkpoint, as `_read_memory` does. Bytes for statistics are verified."""
     contents = Contents()
     drained = OpenInDirectory(World(None, this_node(), math.inf), open_store(path), listed)
     try:
@@ -256,7 +256,7 @@ def _read_directory(path: str, listed: Listed, wanted: str | None, numbers: bool
                 if _matches(entry.name, wanted):
                     start = -1 if place.packed else place.start
                     shard = Shard(entry, rank, "", (Run(f"{listed.folder}/{index.places.data}", start, place.nbytes),))
-                    if numbers:
+                    if wanted is not None:
                         shard.numbers = statistics(entry, drained.content(rank, entry.name, place))
                     contents.shards.append(shard)
     finally:
@@ -328,19 +328,19 @@ def inspect_step(step: int, tensor: str | None, source: str | None, directory: s
 def _from_memory(world: World, given: Config, job: str, step: int, tensor: str | None) -> Checkpoint | None:
     """Read a step from memory. All ranks learn whether it is there; rank 0 gets what it holds. Collective."""
     nodes = look_around(world, given.memory, job)
-    plan: tuple[Prospect, Itinerary] | None = None
+    plan: tuple[Prospect, Files] | None = None
     if world.rank == 0:
         outlook = what_is_restorable(nodes, world.world is not None)
         attempt = _attempt_to_show(outlook.prospects, step)
-        plan = None if attempt is None else (attempt, _itinerary(nodes, attempt))
+        plan = None if attempt is None else (attempt, _files_of(nodes, attempt))
     plan = world.broadcast(plan, 0)
     if plan is None:
         return None
-    attempt, way = plan
+    attempt, files = plan
     part, error = Contents(), None
     if world.local_rank == 0:
         try:
-            part = _read_memory(given.memory, job, world.node_name, way, tensor, tensor is not None)
+            part = _read_memory(given.memory, job, world.node_name, files, tensor)
         except (Changed, FileNotFoundError):
             error = CorruptSlot("the job wrote over this step while the command read it: try again", step=step)
         except MlflashError as problem:
@@ -365,7 +365,7 @@ def _from_directory(world: World, directory: str | None, step: int, tensor: str 
     contents, error, provenance = Contents(), None, Provenance()
     if world.rank == 0:
         try:
-            contents = _read_directory(stored.path, listed, tensor, tensor is not None)
+            contents = _read_directory(stored.path, listed, tensor)
             provenance = on_disk.provenance_of(open_store(stored.path), listed)
         except OSError as problem:
             error = CorruptSlot(f"{stored.path}/{listed.folder} cannot be read: {problem}", step=step)

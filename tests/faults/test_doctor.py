@@ -39,7 +39,7 @@ main()
 HURRY = """
 def clocks(context, old=doctor_checks.clocks):
     context.world.timeout_s = 2
-    context.world.start_job(doctor._raise)
+    context.world.start_job(doctor.raise_deadline)
     if here == 1:
         {hang}
     return list(old(context))
