@@ -19,7 +19,7 @@ _COMMANDS = {
     "plan": ("tools.plan:plan", "Compare redundancy schemes and compute how often to save."),
     "template": ("tools.template:template", "Write a batch script for Slurm and a training script."),
     "run": ("tools.run:run", "Start a job and restart it after a failure."),
-    "agent": ("tools.agent:agent", "Keep couriers alive when a Slurm job step is killed."),
+    "agent": ("tools.run:agent", "Keep couriers alive when a Slurm job step is killed."),
     "demo": ("tools.demo:demo", "Kill a node of a small training and compare the weights."),
     "status": ("tools.status:status", "Show what is in memory and which losses it survives."),
     "top": ("tools.top:top", "Watch a running job in the terminal."),
@@ -27,8 +27,8 @@ _COMMANDS = {
     "report": ("tools.report:report", "Show on one HTML page what happened to a job."),
     "scavenge": ("tools.rescue:scavenge", "Copy the newest checkpoint of a dead job to disk."),
     "heal": ("tools.rescue:heal", "Make lost copies and parity of a dead job again."),
-    "jobs": ("tools.status:jobs", "List the jobs that hold memory on this node."),
-    "clean": ("tools.clean:clean", "Free the memory that ended jobs hold on this node."),
+    "jobs": ("tools.jobs:jobs", "List the jobs that hold memory on this node."),
+    "clean": ("tools.jobs:clean", "Free the memory that ended jobs hold on this node."),
     "list": ("tools.status:list_steps", "List the checkpoints in memory and in the directory."),
     "inspect": ("tools.inspect_step:inspect_step", "Show the tensors of a checkpoint and where they are."),
     "verify": ("tools.verify:verify", "Check every byte of all checkpoints against its checksum."),
@@ -84,8 +84,8 @@ class _Late(click.Group):
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         fitting = {name: line for name, (_, line) in _COMMANDS.items() if name.startswith(incomplete)}
-        found = [CompletionItem(name, help=line) for name, line in fitting.items()]
-        return found + click.Command.shell_complete(self, ctx, incomplete)
+        items = [CompletionItem(name, help=line) for name, line in fitting.items()]
+        return items + click.Command.shell_complete(self, ctx, incomplete)
 
 
 def _versions(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -94,13 +94,13 @@ def _versions(context: click.Context, _: click.Parameter, wanted: bool) -> None:
         return
     import importlib.metadata as metadata
 
-    found = [f"Python {platform.python_version()}"]
+    versions = [f"Python {platform.python_version()}"]
     for name in ("torch", "numpy", "mpi4py", "h5py"):
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            versions.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
-            found.append(f"no {name}")
-    click.echo(f"mlflash {__version__}\n{', '.join(found)}; `mlflash doctor` names the MPI library")
+            versions.append(f"no {name}")
+    click.echo(f"mlflash {__version__}\n{', '.join(versions)}; `mlflash doctor` names the MPI library")
     context.exit()
 
 

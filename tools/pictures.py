@@ -99,8 +99,7 @@ def watch_top(memory: Path) -> str:
     """What `mlflash top` shows, as SVG."""
     from rich.console import Console
 
-    from mlflash.tools.top_ranks import look_here
-    from mlflash.tools.top_screen import Page
+    from mlflash.tools.top import Page, look_here
 
     with open(os.devnull, "w") as nowhere:
         console = Console(

@@ -1,10 +1,12 @@
-"""The results of checks: how those of many ranks become a few lines, and how the lines are printed."""
+"""What a check may look at, its results, how those of many ranks become a few lines, and how the lines are printed."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import functools
+import os
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,53 @@ from .output import answer
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from ..config import Config
+    from ..launch.launcher_variables import Launched
+    from ..mpi.world import World
+
+
+@dataclasses.dataclass
+class Context:
+    """What a check may look at."""
+
+    settings: Config
+    environment: Mapping[str, str]
+    launched: Launched  # this process, according to its launcher
+    nbytes: int | None = None  # state of each rank of the job that the user plans. None: unknown
+    own_slots: int = 2  # of each rank of that job
+    copy_slots: int = 2  # of each copy or parity file
+    nodes: int | None = None  # nodes, ranks_per_node: size of that job. None: as started
+    ranks_per_node: int | None = None
+    uid: int = dataclasses.field(default_factory=os.geteuid)
+    root: str = "/"  # the directory that contains /etc, /dev and /proc
+    mpi: Any = None  # the module of mpi4py. None: it is not started yet, or cannot be
+    world: World | None = None  # None: not known yet
+
+    @property
+    def ranks(self) -> World:
+        assert self.world is not None
+        return self.world
+
+    @property
+    def rank(self) -> int:
+        return self.launched.rank if self.world is None or self.world.world is None else self.world.rank
+
+    @property
+    def ranks_on(self) -> dict[str, tuple[int, ...]]:
+        """The ranks of each node. Nodes of the same name count as one."""
+        if self.world is None or self.world.world is None:
+            return {socket.gethostname(): (self.rank,)}
+        ranks_on: dict[str, tuple[int, ...]] = {}
+        for name, ranks in zip(self.world.topology.node_names, self.world.topology.ranks_on, strict=True):
+            ranks_on[name] = ranks_on.get(name, ()) + ranks
+        return ranks_on
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Nodes and ranks per node of the job: as given, or as started."""
+        return self.nodes or len(self.ranks_on), self.ranks_per_node or max(map(len, self.ranks_on.values()))
+
 
 Value = str | tuple[float, float]
 

@@ -15,7 +15,7 @@ from ..errors import MlflashError
 from ..memory.courier_process import process_named
 from ..memory.node_directory import NodeDirectory
 from ..storage.store import open_store
-from . import choose_job
+from .jobs import choose_job_here
 from .options import job_options, settings
 from .output import answer, progress_bar
 from .run_on_ranks import FINE, WRONG
@@ -40,12 +40,12 @@ def drain(context: click.Context, wait_s: float | None, directory: str | None, j
     checkpoint was not drained in time.
     """
     given = settings(memory, job, directory)
-    name = choose_job.choose_here(given, job)
+    name = choose_job_here(given, job)
     try:
         document = _ask(given, name, wait_s)
     except (MlflashError, OSError) as error:
         raise click.ClickException(str(error)) from error
-    answer(as_json, document, lambda console: console.print(_in_words(document, wait_s), soft_wrap=True))
+    answer(as_json, document, _in_words(document, wait_s))
     context.exit(FINE if wait_s is None or document["heard" if directory is None else "drained"] else WRONG)
 
 
@@ -59,7 +59,8 @@ def _ask(given: Config, job: str, wait_s: float | None) -> dict[str, Any]:
         with progress_bar("waiting for the drain") as update:
             while time.monotonic() < end:
                 document["heard"] = not held.has_request()
-                new = [one for one in _listed(given.directory) if one not in before] if document["heard"] else []
+                after = _listed(given.directory) if document["heard"] else []
+                new = [listed for listed in after if listed not in before]
                 if new or (document["heard"] and given.directory is None):
                     break
                 update()

@@ -1,36 +1,54 @@
-"""The commands ``mlflash export`` and ``mlflash import``."""
+"""The commands ``mlflash export`` and ``mlflash import``: an open checkpoint → a `Whole` on rank 0 → files."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import importlib.util
+import math
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import click
+import numpy as np
 
 from ..checkpointer.checkpointer import Checkpointer
 from ..config import Config
-from ..errors import StepNotFound
+from ..courier.ranks import Collectives
+from ..courier.wanted_parts import WantedPart, items
+from ..drain.index import first_names
+from ..errors import ConfigError, CorruptSlot, MlflashError, StepNotFound
 from ..memory.inventory import WantedStep
 from ..memory.node_directory import jobs_of
 from ..mpi.world import World
 from ..restore.open_in_directory import OpenInDirectory
+from ..restore.open_in_memory import OpenCheckpoint
+from ..state import shards
+from ..state.flatten import flatten
+from ..state.leaves import Entry, Tree, apart, from_bytes, item_nbytes, live_bytes, ties_of
+from ..state.old_ranks import OldRank, Spot
+from ..state.paths import plain_leaves
+from ..state.plain_values import encode_key
+from ..storage import dcp_plans
 from ..storage.dcp_plans import TOLD
 from ..storage.store import Store, open_store
 from ..storage.whole_state import Whole, Written
 from ..text import listed, many, read_bytes, show_bytes
-from . import choose_job, export_safetensors, on_disk, shell_completion
-from .export_whole import Convert, Selection, tensors_by_name
-from .export_whole import export as export_whole
+from . import completion, export_formats, on_disk
+from .jobs import choose_job
 from .options import job_options, json_option, memory_option, settings
 from .output import answer
 from .run_on_ranks import FINE, run_together
 
 _FORMATS = ("dcp", "safetensors", "torch", "hdf5")
+Spots = dict[str, list[Spot]]
+"""Where each tensor is in the structures of the old ranks."""
+Convert = Callable[[dict[str, Any]], Any]
+"""Gets tensors and arrays by name. Returns a state, such as other tensors by name."""
 
 
 def _step(_: click.Context, __: click.Parameter, text: str) -> int | None:
@@ -57,8 +75,8 @@ def _function(_: click.Context, __: click.Parameter, text: str | None) -> Conver
 
 
 @click.command("export")
-@click.argument("step", callback=_step, shell_complete=shell_completion.steps_or_newest)
-@click.argument("out", shell_complete=shell_completion.directories)
+@click.argument("step", callback=_step, shell_complete=completion.steps_or_newest)
+@click.argument("out", shell_complete=completion.directories)
 @click.option("--to", "form", type=click.Choice(_FORMATS), required=True, help="Format to write.")
 @click.option("--from", "place", type=click.Choice(["memory", "directory"]),
               help="Where to look.  [default: the directory, then memory]")  # fmt: skip
@@ -96,14 +114,14 @@ def export(step: int | None, out: str, form: str, place: str | None, keep: tuple
 
     def work(world: World) -> int:
         store = open_store(out)
-        if there := world.broadcast(store.names()[:1] if world.rank == 0 else [], 0):
-            raise click.UsageError(f"{store.path} is not empty: {there[0]}")
+        if existing := world.broadcast(store.names()[:1] if world.rank == 0 else [], 0):
+            raise click.UsageError(f"{store.path} is not empty: {existing[0]}")
 
         def write(whole: Whole) -> Written:
             whole = selection.of(whole)
             whole = tensors_by_name(whole) if flat and form == "torch" else whole
             store.make()
-            config = {} if hf_config is None else export_safetensors.copy_config(hf_config, store)
+            config = {} if hf_config is None else export_formats.copy_config(hf_config, store)
             written = _write(form, whole, store, file, shard_nbytes)
             return dataclasses.replace(written, files={**config, **written.files},
                                        left_out=(*whole.left_out, *written.left_out))  # fmt: skip
@@ -119,7 +137,7 @@ def export(step: int | None, out: str, form: str, place: str | None, keep: tuple
             raise click.ClickException(f"{given.directory} has no such step" if given.directory else
                                        "--from directory needs --directory")  # fmt: skip
         else:
-            name_of_job = choose_job.choose(world, given, job, is_live=False)
+            name_of_job = choose_job(world, given, job, is_live=False)
             exported, written = _from_memory(world, given, name_of_job, step, write)
         if written is not None:
             _answer(as_json, form, exported, written, store.path)
@@ -130,9 +148,7 @@ def export(step: int | None, out: str, form: str, place: str | None, keep: tuple
 
 def _write(form: str, whole: Whole, store: Store, file: str, shard_nbytes: int) -> Written:
     if form == "safetensors":
-        return export_safetensors.write(whole, store, shard_nbytes)
-    from . import export_formats  # loads torch
-
+        return export_formats.write_safetensors(whole, store, shard_nbytes)
     if form == "dcp":
         return export_formats.write_dcp(whole, store)
     return (export_formats.write_torch if form == "torch" else export_formats.write_hdf5)(whole, store, file)
@@ -159,12 +175,12 @@ def _answer(as_json: bool, form: str, step: int, written: Written, path: str) ->
     text = f"step {step} was written to {path}: {many(written.tensors, 'tensor')}, {show_bytes(nbytes)}"
     if written.left_out:
         text += f"\nleft out: {listed(written.left_out, 5)}"
-    answer(as_json, document, lambda console: console.print(text, soft_wrap=True))
+    answer(as_json, document, text)
 
 
 @click.command("import")
-@click.argument("source", shell_complete=shell_completion.directories)
-@click.option("--to", "directory", required=True, metavar="DIR", shell_complete=shell_completion.directories,
+@click.argument("source", shell_complete=completion.directories)
+@click.option("--to", "directory", required=True, metavar="DIR", shell_complete=completion.directories,
               help="Directory or URL that the job drains to.")  # fmt: skip
 @click.option("--step", type=click.IntRange(0), required=True, help="Training step of the checkpoint.")
 @click.option("--trust-pickle", is_flag=True,
@@ -198,7 +214,288 @@ def import_(source: str, directory: str, step: int, trust_pickle: bool, memory: 
             clean(given.memory, name)
         document = {"step": step, "path": drain.path, "nbytes": drain.nbytes}
         text = f"step {step} was written to {drain.path}: {show_bytes(drain.nbytes)}"
-        answer(as_json, document, lambda console: console.print(text, soft_wrap=True))
+        answer(as_json, document, text)
         return FINE
 
     run_together(given, as_json, work)
+
+
+# An open checkpoint → a `Whole` on the rank that exports
+
+
+def export_whole(world: Collectives, opened: OpenCheckpoint, write: Callable[[Whole], Any]) -> Any:
+    """Let the first rank export a checkpoint. Return its result there, and None on the others. Collective.
+
+    Args:
+        write: writes the checkpoint. If ranks had different values, it gets those of the lowest rank.
+
+    Raises:
+        MlflashError, OSError: the export failed on the first rank. The other ranks raise an MlflashError.
+    """
+    if world.rank:
+        while world.broadcast(None, 0):
+            opened.read(())
+        return world.raise_together(None)
+    error: BaseException | None = None
+    result: Any = None
+    try:
+        result = write(open_whole(world, opened))
+    except Exception as problem:  # the other ranks must learn of it
+        error = problem
+    world.broadcast(False, 0)
+    shared = error if error is None or isinstance(error, MlflashError) else MlflashError(f"export failed: {error}")
+    try:
+        world.raise_together(shared)
+    except MlflashError:
+        if error is not None:
+            raise error from None
+        raise
+    return result
+
+
+def open_whole(world: Collectives, opened: OpenCheckpoint) -> Whole:
+    """Describe a checkpoint on the first rank. Its ``read`` is collective: the other ranks are in `export_whole`."""
+    is_planned = dcp_plans.is_planned(opened.olds.groups[0].structure.tree)
+    whole, spots = _of_plan(opened) if is_planned else _of_state(opened)
+
+    def read(names: Sequence[str]) -> dict[str, np.ndarray]:
+        raw = {name: np.empty(whole.entries[name].nbytes, dtype=np.uint8) for name in names}
+        parts = [part for name in names for part in _parts(opened, whole.entries[name], spots[name], raw[name])]
+        world.broadcast(True, 0)  # now the other ranks read, too
+        if not opened.read(parts):
+            raise CorruptSlot("parts of the checkpoint cannot be read", step=opened.step)
+        return raw
+
+    return dataclasses.replace(whole, read=read)
+
+
+def _parts(opened: OpenCheckpoint, entry: Entry, spots: Sequence[Spot], raw: np.ndarray) -> list[WantedPart]:
+    if not entry.nbytes:
+        return []
+    olds = opened.olds
+    # If the checkpoint comes from memory, nobody has yet compared the tensors that several ranks hold whole.
+    own = olds.is_private(spots) or not (olds.compared or olds.is_sharded(spots))
+    first = min(int(olds.groups[group].ranks[0]) for group, _ in spots)
+    target = items(raw, entry)
+    return [WantedPart(part.rank, part.number, part.source, part.shape, target[shards.box(part.target, part.shape)])
+            for part in olds.parts(entry, first, spots, first if own else None) or ()]  # fmt: skip
+
+
+def _of_state(opened: OpenCheckpoint) -> tuple[Whole, Spots]:
+    """Describe a saved state. If ranks had different values, take those of the lowest rank."""
+    entries, ties, spots, plain = dict[str, Entry](), dict[str, str](), Spots(), list[Any]()
+    tree: Tree | None = None
+    name_of = apart((entry.name, entry.mesh) for old in opened.olds.of_structures() for entry in old.entries)
+    for old in opened.olds.of_structures():
+        names = [name_of(entry.name, entry.mesh) for entry in old.entries]
+        for name, entry, first in zip(names, old.entries, ties_of(old.entries), strict=True):
+            if name not in entries:
+                entries[name] = _whole(entry, name)
+                spots[name] = opened.olds.spots_of(entry)
+                if names[first] != name:
+                    ties[name] = names[first]
+        renumbered = _renumbered(old, names, {name: number for number, name in enumerate(entries)}, plain)
+        tree = renumbered if tree is None else _merged(tree, renumbered)
+    return Whole(entries, ties, tree or ["d", []], plain), spots
+
+
+def _renumbered(old: OldRank, names: Sequence[str], numbers: Mapping[str, int], plain: list[Any]) -> Tree:
+    """Renumber the tree of some ranks for the whole state, and add its plain leaves to ``plain``."""
+    values = {number: old.plain[path] for path, number in plain_leaves(old.tree).items()}
+    marks = [name.removeprefix(entry.name) for name, entry in zip(names, old.entries, strict=True)]
+
+    def leaf(tag: str, number: int) -> Tree:
+        if tag == "e":
+            return ["e", numbers[names[number]]]
+        plain.append(values[number])
+        return ["p", len(plain) - 1]
+
+    def key(code: Any, below: Tree) -> Any:  # tensors of one name on several meshes get a key each
+        return f"{code}{marks[below[1]]}" if below[0] == "e" and type(code) is str else code
+
+    return _map(old.tree, leaf, key)
+
+
+def _of_plan(opened: OpenCheckpoint) -> tuple[Whole, Spots]:
+    """Describe the nested state of a DCP plan, as far as the planner kept the place of each part."""
+    entries, ties, spots, plain = dict[str, Entry](), dict[str, str](), Spots(), list[Any]()
+    paths: dict[str, dcp_plans.Path] = {}
+    parts: dict[str, Tree] = {}
+    left_out: list[str] = []
+    for rank, old in opened.olds.items():
+        group = opened.olds.group_of(rank)
+        index, numbers = dcp_plans.Index.decode(old.told[dcp_plans.INDEX]), dcp_plans.keys_of(old.tree)
+        paths |= index.paths()
+        names, firsts = dcp_plans.names_of(old.tree, old.entries), first_names(old.entries)
+        for key in index.tensors:
+            if key not in numbers:
+                raise CorruptSlot("a tensor of the plan is not in the slot", tensor=key[0], step=opened.step, rank=rank)
+            name, entry = key[0], old.entries[numbers[key]]
+            entries.setdefault(name, _whole(entry, name))
+            first = names.get(firsts[numbers[key]], name)
+            if first != name and first in entries:
+                ties.setdefault(name, first)
+            if (spot := (group, numbers[key])) not in spots.setdefault(name, []):
+                spots[name].append(spot)
+        readable = dcp_plans.values(index, old.told[dcp_plans.BYTES])
+        left_out += [name for name in index.parts if name not in readable]
+        for name, (tree, values) in readable.items():
+            parts.setdefault(name, _moved(tree, len(plain)))
+            plain += values
+    parts |= {name: ["e", number] for number, name in enumerate(entries)}
+    tree = _nested({paths.get(name, (name,)): parts[name] for name in (*paths, *parts) if name in parts})
+    return Whole(entries, ties, tree, plain, left_out=tuple(sorted(left_out))), spots
+
+
+def _whole(entry: Entry, name: str) -> Entry:
+    nbytes = item_nbytes(entry.kind, entry.dtype) * math.prod(entry.global_shape)
+    zero = (0,) * len(entry.global_shape)
+    return dataclasses.replace(entry, name=name, offset=zero, shape=entry.global_shape, start=0, nbytes=nbytes)
+
+
+def _map(tree: Tree, leaf: Callable[[str, int], Tree], key: Callable[[Any, Tree], Any] = lambda code, _: code) -> Tree:
+    """Replace the leaves of a tree, and the keys of its dicts."""
+    tag, rest = tree[0], tree[1]
+    if tag in ("e", "p"):
+        return leaf(tag, rest)
+    if tag in ("o", "k"):
+        return [tag, _map(rest, leaf, key), *tree[2:]]
+    if tag == "d":
+        return ["d", [[key(code, below), _map(below, leaf, key)] for code, below in rest]]
+    return [tag, [_map(below, leaf, key) for below in rest]]
+
+
+def _moved(tree: Tree, by: int) -> Tree:
+    return _map(tree, lambda tag, number: [tag, number + by] if tag == "p" else [tag, number])
+
+
+def _nested(parts: Mapping[dcp_plans.Path, Tree]) -> Tree:
+    """Build a nested state. Names are keys of dicts, and numbers are places in lists."""
+    inside: dict[str | int, dict[dcp_plans.Path, Tree]] = {}
+    for path, tree in parts.items():
+        if not path:
+            return tree
+        inside.setdefault(path[0], {})[path[1:]] = tree
+    if inside and all(type(key) is int for key in inside):
+        return ["l", [_nested(inside[key]) for key in sorted(inside)]]
+    return ["d", [[encode_key(key, ""), _nested(below)] for key, below in inside.items()]]
+
+
+def _merged(first: Tree, second: Tree) -> Tree:
+    """Merge the trees of two ranks. If both have a key, the first counts (pipeline stages have different layers)."""
+    if first[0] == second[0] == "k" and first[3] and second[3]:  # of the modules of both
+        return ["k", _merged(first[1], second[1]), first[2], _merged(first[3], second[3])]
+    if second[0] in ("o", "k"):
+        return _merged(first, second[1])
+    if first[0] in ("o", "k"):
+        return [first[0], _merged(first[1], second), *first[2:]]
+    if first[0] != "d" or second[0] != "d":
+        return first
+    merged = {repr(key): [key, tree] for key, tree in first[1]}
+    for key, tree in second[1]:
+        known = merged.get(repr(key))
+        merged[repr(key)] = [key, tree] if known is None else [known[0], _merged(known[1], tree)]
+    return ["d", list(merged.values())]
+
+
+# Which values of a checkpoint are exported, under which names, and what the user's own function makes of them.
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """What to export of a checkpoint. It is applied in the order of the attributes.
+
+    Attributes:
+        rename: regular expressions, each with what replaces it in names, as ``re.sub`` does.
+    """
+
+    keep: Sequence[str] = ()  # patterns such as ``model.*``. Nothing else is exported, unless there are none
+    drop: Sequence[str] = ()
+    rename: Sequence[tuple[str, str]] = ()
+    convert: Convert | None = None  # makes another state of it
+
+    def of(self, whole: Whole) -> Whole:
+        """Return what is to be exported: a flat dict by name if anything is selected, else the state as it is.
+
+        Collective over the ranks that read the checkpoint if there is a function, which needs all tensors in memory.
+
+        Raises:
+            ConfigError: a pattern fits nothing, or two names become one. The error has pattern or name.
+            StateError: the function has returned something that is no state.
+        """
+        if self.keep or self.drop or self.rename:
+            names = [*whole.entries, *plain_leaves(whole.tree)]
+            kept = set(_matching(names, self.keep) if self.keep else names).difference(_matching(names, self.drop))
+            whole = by_name(whole, _renamed([name for name in names if name in kept], self.rename))
+        return whole if self.convert is None else _converted(whole, self.convert)
+
+
+def tensors_by_name(whole: Whole) -> Whole:
+    """Return the tensors and arrays of a checkpoint as a flat dict."""
+    left_out = (*whole.left_out, *plain_leaves(whole.tree))
+    return dataclasses.replace(by_name(whole, {name: name for name in whole.entries}), left_out=left_out)
+
+
+def by_name(whole: Whole, names: dict[str, str]) -> Whole:
+    """Return some values of a checkpoint as a flat dict under new names."""
+    places = plain_leaves(whole.tree)
+    entries = {new: dataclasses.replace(whole.entries[old], name=new) for old, new in names.items()
+               if old in whole.entries}  # fmt: skip
+    plain = {new: whole.plain[places[old]] for old, new in names.items() if old not in whole.entries}
+    olds = {new: whole.ties.get(old, old) for old, new in names.items() if old in whole.entries}
+    first: dict[str, str] = {}
+    ties = {new: other for new, old in olds.items() if (other := first.setdefault(old, new)) != new}
+    leaves = [[encode_key(name, name), ["e", number]] for number, name in enumerate(entries)]
+    leaves += [[encode_key(name, name), ["p", number]] for number, name in enumerate(plain)]
+
+    def read(wanted: Sequence[str]) -> dict[str, np.ndarray]:
+        raw = whole.read([olds[name] for name in wanted])
+        return {name: raw[olds[name]] for name in wanted}
+
+    return Whole(entries, ties, ["d", leaves], list(plain.values()), read, whole.left_out)
+
+
+def _matching(names: Sequence[str], patterns: Iterable[str]) -> set[str]:
+    matching: set[str] = set()
+    for pattern in patterns:
+        fitting = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
+        if not fitting:
+            raise ConfigError("nothing in this checkpoint has a name like this: `mlflash inspect STEP` lists the names",
+                              expected=", ".join(names[:3]) + ", ...", found=pattern)  # fmt: skip
+        matching |= fitting
+    return matching
+
+
+def _renamed(names: Collection[str], rules: Iterable[tuple[str, str]]) -> dict[str, str]:
+    renamed = {name: name for name in names}
+    for pattern, new in rules:
+        try:
+            after = {name: re.sub(pattern, new, now) for name, now in renamed.items()}
+            fits = any(re.search(pattern, now) for now in renamed.values())
+        except (re.error, IndexError) as error:
+            raise ConfigError(f"this cannot rename: {error}", found=f"{pattern} {new}") from None
+        if not fits:
+            raise ConfigError("nothing to export has a name like this: `mlflash inspect STEP` lists the names",
+                              expected=", ".join(list(renamed.values())[:3]) + ", ...", found=pattern)  # fmt: skip
+        renamed = after
+    first: dict[str, str] = {}
+    for name, new in renamed.items():
+        if (other := first.setdefault(new, name)) != name:
+            raise ConfigError(f"{other} and {name} would get the same name", tensor=new)
+    return renamed
+
+
+def _converted(whole: Whole, convert: Convert) -> Whole:
+    raw = whole.read([entry.name for entry in whole.own])
+    state = convert({name: from_bytes(entry, raw[whole.ties.get(name, name)]) for name, entry in whole.entries.items()})
+    return dataclasses.replace(whole_of(state), left_out=(*whole.left_out, *plain_leaves(whole.tree)))
+
+
+def whole_of(state: Any) -> Whole:
+    """Describe a live state. Raises StateError if this is no state."""
+    flat = flatten(state)
+    names = [entry.name for entry in flat.structure.entries]
+    values = dict(zip(names, flat.values, strict=True))
+    ties = {names[number]: names[tie] for number, tie in enumerate(flat.structure.ties) if tie >= 0}
+    return Whole(dict(zip(names, flat.structure.entries, strict=True)), ties, flat.structure.tree, flat.plain,
+                 lambda wanted: {name: live_bytes(values[name]) for name in wanted})  # fmt: skip

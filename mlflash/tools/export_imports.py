@@ -65,10 +65,10 @@ def read_dcp(path: str | os.PathLike[str], trust_pickle: bool = False) -> dict[s
 
 
 def _read_tensor(store: Store, metadata: Any, key: str, described: Any) -> torch.Tensor:
-    there = sum(math.prod(tuple(chunk.sizes)) for chunk in described.chunks)
-    if there != math.prod(tuple(described.size)):
+    elements = sum(math.prod(tuple(chunk.sizes)) for chunk in described.chunks)
+    if elements != math.prod(tuple(described.size)):
         raise StructureMismatch("parts of this tensor are not in the checkpoint", tensor=key,
-                                expected=f"{math.prod(tuple(described.size))} elements", found=there)  # fmt: skip
+                                expected=f"{math.prod(tuple(described.size))} elements", found=elements)  # fmt: skip
     tensor = torch.empty(described.size, dtype=described.properties.dtype)
     for chunk in described.chunks:
         part = _read(store, metadata, key, chunk.offsets, False)
@@ -180,11 +180,11 @@ def _read_safetensors(store: Store) -> dict[str, torch.Tensor]:
             ) from None  # fmt: skip
     if missing := sorted(index.get("weight_map", state).keys() - state.keys()):
         raise StructureMismatch("no file has this tensor, which the index names", tensor=missing[0])
-    there, written = sum(tensor.nbytes for tensor in state.values()), index.get("metadata", {}).get("total_size", 0)
-    if there < written:
+    nbytes, written = sum(tensor.nbytes for tensor in state.values()), index.get("metadata", {}).get("total_size", 0)
+    if nbytes < written:
         raise StructureMismatch(
             "the index counts more bytes than the files have. HuggingFaceStorageWriter without save_distributed=True "
-            "lets ranks write over each other's parts of sharded tensors", expected=f"{written} bytes", found=there,
+            "lets ranks write over each other's parts of sharded tensors", expected=f"{written} bytes", found=nbytes,
         )  # fmt: skip
     return state
 

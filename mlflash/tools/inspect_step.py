@@ -1,24 +1,39 @@
-"""The command ``mlflash inspect``."""
+"""The command ``mlflash inspect``: what a checkpoint holds, and where each of its bytes is."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import click
+import numpy as np
+import xxhash
 
 from ..config import Config
+from ..drain.checkpoint_directory import Listed
 from ..errors import CorruptSlot, MlflashError
+from ..memory.node_directory import NodeDirectory
+from ..memory.slot import Header, Kind
 from ..mpi.world import World, gather
+from ..placement.topology import this_node
+from ..protect.deduplication import cuts
+from ..restore.open_in_directory import OpenInDirectory
+from ..state.leaves import Entry
+from ..state.manifest import Manifest
+from ..state.paths import plain_leaves
+from ..state.plain_values import decode_plain
 from ..storage.store import open_store
-from ..text import many, named, show_bytes, show_seconds
-from . import checkpoint_contents, choose_job, on_disk, shell_completion
-from .checkpoint_contents import Contents, Itinerary, Shard, Statistics
-from .node_memory import Changed, look_around
+from ..text import many, named, show_bytes
+from . import completion, on_disk
+from .jobs import choose_job
+from .node_memory import RUN_NBYTES, Changed, Node, Sealed, look_around
 from .on_disk import Provenance, describe, versions_of
 from .options import job_options, settings
 from .output import answer, new_table
@@ -28,11 +43,254 @@ from .run_on_ranks import FINE, run_together
 if TYPE_CHECKING:
     from rich.console import Console
 
+_NUMPY = {
+    "bool": "|u1", "uint8": "|u1", "int8": "|i1", "int16": "<i2", "uint16": "<u2", "float16": "<f2",
+    "int32": "<i4", "uint32": "<u4", "float32": "<f4", "int64": "<i8", "uint64": "<u8", "float64": "<f8",
+    "complex64": "<c8", "complex128": "<c16", "bfloat16": "<u2",
+}  # fmt: skip
+_BY_TORCH = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 _LONGEST = 100  # of a plain leaf, characters
 
 
+@dataclasses.dataclass
+class Statistics:
+    """Statistics of numbers. For complex numbers they are of the magnitudes."""
+
+    count: int = 0
+    nan: int = 0
+    inf: int = 0
+    zeros: int = 0
+    low: float | None = None
+    high: float | None = None
+    mean: float = 0.0
+    squares: float = 0.0  # sum of the squared distances from the mean
+    check: int = 0  # XXH3-64 of the bytes
+
+    @property
+    def std(self) -> float | None:
+        return math.sqrt(self.squares / self.count) if self.count else None
+
+    def add(self, values: np.ndarray) -> None:
+        wide = np.abs(values).ravel() if values.dtype.kind == "c" else values.ravel().astype(np.float64)
+        good = wide[np.isfinite(wide)]
+        mean = float(good.mean()) if good.size else 0.0
+        low, high = (float(good.min()), float(good.max())) if good.size else (None, None)
+        self.join(Statistics(good.size, int(np.isnan(wide).sum()), int(np.isinf(wide).sum()), int((good == 0).sum()),
+                             low, high, mean, float(np.square(good - mean).sum())))  # fmt: skip
+
+    def join(self, other: Statistics) -> None:
+        """Add other statistics.
+
+        Source: Chan, Golub, LeVeque: Updating formulae for computing sample variances, 1979.
+        """
+        count, apart = max(1, self.count + other.count), other.mean - self.mean
+        self.squares += other.squares + apart * apart * self.count * other.count / count
+        self.mean += apart * other.count / count
+        self.low = min((low for low in (self.low, other.low) if low is not None), default=None)
+        self.high = max((high for high in (self.high, other.high) if high is not None), default=None)
+        for name in ("count", "nan", "inf", "zeros"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"finite": self.count, "nan": self.nan, "inf": self.inf, "zeros": self.zeros, "min": self.low,
+                "max": self.high, "mean": self.mean if self.count else None, "std": self.std,
+                "check": f"{self.check:016x}"}  # fmt: skip
+
+
+def statistics(entry: Entry, pieces: Iterable[np.ndarray]) -> Statistics:
+    """Make statistics of the bytes of an entry."""
+    joined, check = Statistics(), xxhash.xxh3_64()
+    for whole in _whole_items(entry, pieces):
+        check.update(whole.data)
+        values = _values(entry, whole)
+        if values is not None and values.size:
+            joined.add(values)
+    joined.check = check.intdigest()
+    return joined
+
+
+def _whole_items(entry: Entry, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Cut pieces of bytes at the borders of elements."""
+    item = entry.nbytes // max(1, math.prod(entry.shape)) or 1
+    rest = np.empty(0, dtype=np.uint8)
+    for piece in pieces:
+        raw = np.concatenate([rest, piece]) if rest.size else np.ascontiguousarray(piece)
+        end = raw.size // item * item
+        rest = raw[end:]
+        if end:
+            yield raw[:end]
+
+
+def _values(entry: Entry, raw: np.ndarray) -> np.ndarray | None:
+    if entry.kind == "array":
+        dtype = np.dtype(entry.dtype)
+        return raw.view(dtype) if dtype.kind in "biufc" else None
+    if entry.dtype in _BY_TORCH:
+        import torch
+
+        if not hasattr(torch, entry.dtype):
+            return None
+        numbers: np.ndarray = torch.from_numpy(raw.copy()).view(getattr(torch, entry.dtype)).float().numpy()
+        return numbers
+    if entry.dtype not in _NUMPY:
+        return None
+    values = raw.view(_NUMPY[entry.dtype])
+    return (values.astype(np.uint32) << 16).view(np.float32) if entry.dtype == "bfloat16" else values
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Bytes of a file."""
+
+    file: str
+    start: int  # position of the first byte; -1 if the bytes are compressed
+    nbytes: int
+
+
+@dataclasses.dataclass
+class Shard:
+    """A part of a tensor, in one place."""
+
+    entry: Entry  # the part; its ``start`` has no meaning
+    rank: int
+    node: str
+    runs: tuple[Run, ...]  # its bytes, in order. Empty if some of them are on other nodes
+    numbers: Statistics | None = None
+
+
+@dataclasses.dataclass
+class Contents:
+    """What a checkpoint holds. Plain leaves and provenance (of memory) are those of the lowest rank that is there."""
+
+    shards: list[Shard] = dataclasses.field(default_factory=list)
+    plain: dict[str, Any] = dataclasses.field(default_factory=dict)
+    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """The files to read for a checkpoint."""
+
+    slots: dict[int, tuple[str, str, Header]]
+    shares: dict[tuple[str, int, int], tuple[str, Header]]
+
+
+def _files_of(nodes: Sequence[Node], of: Prospect) -> Files:
+    """Choose the files to read for an attempt: the first slot of each rank."""
+    slots: dict[int, tuple[str, str, Header]] = {}
+    shares = {}
+    for node in nodes:
+        for file, header in node.sealed:
+            if header.attempt == of.attempt and header.kind is Kind.SLOT:
+                if header.rank not in slots or (slots[header.rank][0] != header.node and node.name == header.node):
+                    slots[header.rank] = (node.name, file.name, header)
+            elif header.attempt == of.attempt and header.kind is Kind.SHARE:
+                shares[node.name, header.shared_by, header.share] = (file.name, header)
+    return Files(dict(sorted(slots.items())), shares)
+
+
+def _read_memory(memory: str, job: str, node: str, files: Files, wanted: str | None) -> Contents:
+    """Read the parts of a checkpoint on a node: what the name or pattern ``wanted`` matches, with statistics, or all.
+
+    Raises:
+        Changed: a file was written while it was read.
+    """
+    contents = Contents()
+    slots = {rank: (file, header) for rank, (name, file, header) in files.slots.items() if name == node}
+    if not slots:
+        return contents
+    with contextlib.closing(NodeDirectory(memory, job, make=False)) as held:
+        for rank, (file, header) in slots.items():
+            with Sealed(held, file, header) as sealed:
+                manifest = sealed.manifest()
+                if rank == min(files.slots):
+                    contents.plain, contents.provenance = _plain_of(manifest, wanted), manifest.provenance
+                for entry in manifest.entries:
+                    if _matches(entry.name, wanted):
+                        shard = Shard(entry, rank, node, _runs(node, file, header, manifest, entry, files))
+                        if wanted is not None and (shard.runs or not entry.nbytes):
+                            shard.numbers = statistics(entry, _bytes(held, sealed, node, shard, files))
+                        contents.shards.append(shard)
+                sealed.check()
+    return contents
+
+
+def _runs(node: str, file: str, header: Header, manifest: Manifest, entry: Entry, files: Files) -> tuple[Run, ...]:
+    extents, shared = header.extents, manifest.shared
+    first = entry.start - extents.payload_nbytes
+    if first < 0 or not entry.nbytes or shared is None:
+        return (Run(file, extents.payload_start + entry.start, entry.nbytes),)
+    runs = []
+    for number, (low, high) in enumerate(itertools.pairwise(cuts(shared.nbytes, shared.shares))):
+        begin, end = max(first, low), min(first + entry.nbytes, high)
+        if begin < end:
+            where = files.shares.get((node, shared.by, number))
+            if where is None:
+                return ()
+            name, of_share = where
+            runs.append(Run(name, of_share.extents.payload_start + begin - low, end - begin))
+    return tuple(runs)
+
+
+def _bytes(held: NodeDirectory, sealed: Sealed, node: str, shard: Shard, files: Files) -> Iterator[np.ndarray]:
+    headers = {file: header for (of, _, _), (file, header) in files.shares.items() if of == node}
+    for run in shard.runs:
+        if run.file == sealed.name:
+            yield from _pieces(sealed.read, run)
+            continue
+        with Sealed(held, run.file, headers[run.file]) as share:
+            yield from _pieces(share.read, run)
+            share.check()
+
+
+def _read_directory(path: str, listed: Listed, wanted: str | None) -> Contents:
+    """Read the contents of a drained checkpoint, as `_read_memory` does. Bytes for statistics are verified."""
+    contents = Contents()
+    drained = OpenInDirectory(World(None, this_node(), math.inf), open_store(path), listed)
+    try:
+        for rank in range(drained.world_size):
+            index = drained.index(rank)
+            if rank == 0:
+                contents.plain = _plain_of(index.manifest, wanted)
+            for entry, place in index.pieces:
+                if _matches(entry.name, wanted):
+                    start = -1 if place.packed else place.start
+                    shard = Shard(entry, rank, "", (Run(f"{listed.folder}/{index.data}", start, place.nbytes),))
+                    if wanted is not None:
+                        shard.numbers = statistics(entry, drained.content(rank, entry.name, place))
+                    contents.shards.append(shard)
+    finally:
+        drained.close()
+    return contents
+
+
+def _pieces(read: Callable[[int, int], np.ndarray], run: Run) -> Iterator[np.ndarray]:
+    for at in range(0, run.nbytes, RUN_NBYTES):
+        yield read(run.start + at, min(RUN_NBYTES, run.nbytes - at))
+
+
+def _plain_of(manifest: Manifest, wanted: str | None) -> dict[str, Any]:
+    """Return the decoded plain leaves of a manifest by path."""
+    paths = plain_leaves(manifest.tree)
+    return {path: decode_plain(manifest.plain[number]) for path, number in paths.items() if _matches(path, wanted)}
+
+
+def _matches(name: str, wanted: str | None) -> bool:
+    """Say whether a name is the wanted one, or matches its pattern (``model.*.weight``)."""
+    return wanted is None or name == wanted or fnmatchcase(name, wanted)
+
+
+def _attempt_to_show(prospects: Sequence[Prospect], step: int) -> Prospect | None:
+    """Return the newest attempt of a step in memory that can be restored, else the newest one that has files."""
+    of_step = [prospect for prospect in prospects if prospect.step == step]
+    return next((prospect for prospect in of_step if prospect.choice is not None), of_step[0] if of_step else None)
+
+
+# The command
+
+
 @click.command("inspect")
-@click.argument("step", type=click.IntRange(0), shell_complete=shell_completion.steps)
+@click.argument("step", type=click.IntRange(0), shell_complete=completion.steps)
 @click.argument("tensor", required=False)
 @click.option("--from", "source", type=click.Choice(["memory", "directory"]),
               help="Where to look.  [default: memory, then the directory]")  # fmt: skip
@@ -52,7 +310,7 @@ def inspect_step(step: int, tensor: str | None, source: str | None, directory: s
         raise click.UsageError("--from directory needs --directory")
 
     def work(world: World) -> int:
-        name = choose_job.choose(world, given, job)
+        name = choose_job(world, given, job)
         shown = None if source == "directory" else _from_memory(world, given, name, step, tensor)
         if shown is None and source != "memory":
             shown = _from_directory(world, given.directory, step, tensor)
@@ -70,32 +328,32 @@ def inspect_step(step: int, tensor: str | None, source: str | None, directory: s
 def _from_memory(world: World, given: Config, job: str, step: int, tensor: str | None) -> Checkpoint | None:
     """Read a step from memory. All ranks learn whether it is there; rank 0 gets what it holds. Collective."""
     nodes = look_around(world, given.memory, job)
-    plan: tuple[Prospect, Itinerary] | None = None
+    plan: tuple[Prospect, Files] | None = None
     if world.rank == 0:
         outlook = what_is_restorable(nodes, world.world is not None)
-        attempt = checkpoint_contents.attempt_to_show(outlook.prospects, step)
-        plan = None if attempt is None else (attempt, checkpoint_contents.plan(nodes, attempt))
+        attempt = _attempt_to_show(outlook.prospects, step)
+        plan = None if attempt is None else (attempt, _files_of(nodes, attempt))
     plan = world.broadcast(plan, 0)
     if plan is None:
         return None
-    attempt, way = plan
-    mine, error = Contents(), None
+    attempt, files = plan
+    part, error = Contents(), None
     if world.local_rank == 0:
         try:
-            mine = checkpoint_contents.read_memory(given.memory, job, world.node_name, way, tensor, tensor is not None)
+            part = _read_memory(given.memory, job, world.node_name, files, tensor)
         except (Changed, FileNotFoundError):
             error = CorruptSlot("the job wrote over this step while the command read it: try again", step=step)
         except MlflashError as problem:
             error = CorruptSlot(problem.message, node=world.node_name, step=step)
-    told = gather(world, mine)
+    parts = gather(world, part)
     world.raise_together(error)
-    contents = Contents(sorted((shard for part in told for shard in part.shards), key=lambda shard: shard.rank))
-    for part in told:
+    contents = Contents(sorted((shard for part in parts for shard in part.shards), key=lambda shard: shard.rank))
+    for part in parts:
         contents.plain |= part.plain
         contents.provenance = contents.provenance or part.provenance
     _refuse_unknown(world, tensor, contents, step)
     seen = "committed" if attempt.committed else "no receipt of a commit"
-    about = f"{seen}, {show_seconds(on_disk.age_s(attempt.unix_ns))} ago; redundancy: {attempt.scheme}"
+    about = f"{seen}, {on_disk.show_age(attempt.unix_ns)} ago; redundancy: {attempt.scheme}"
     return Checkpoint(step, attempt.world_size, "memory", about, attempt.missing, contents)
 
 
@@ -107,7 +365,7 @@ def _from_directory(world: World, directory: str | None, step: int, tensor: str 
     contents, error, provenance = Contents(), None, Provenance()
     if world.rank == 0:
         try:
-            contents = checkpoint_contents.read_directory(stored.path, listed, tensor, tensor is not None)
+            contents = _read_directory(stored.path, listed, tensor)
             provenance = on_disk.provenance_of(open_store(stored.path), listed)
         except OSError as problem:
             error = CorruptSlot(f"{stored.path}/{listed.folder} cannot be read: {problem}", step=step)
@@ -115,14 +373,14 @@ def _from_directory(world: World, directory: str | None, step: int, tensor: str 
             error = problem
     world.raise_together(error)
     _refuse_unknown(world, tensor, contents, step)
-    about = f"{show_seconds(on_disk.age_s(listed.card.unix_ns))} ago"
+    about = f"{on_disk.show_age(listed.card.unix_ns)} ago"
     path = f"{stored.path}/{listed.folder}"
     return Checkpoint(step, listed.card.world_size, path, about, (), contents, provenance)
 
 
 def _refuse_unknown(world: World, tensor: str | None, contents: Contents, step: int) -> None:
-    there = world.broadcast(bool(contents.shards or contents.plain), 0)
-    if tensor is not None and not there:
+    is_known = world.broadcast(bool(contents.shards or contents.plain), 0)
+    if tensor is not None and not is_known:
         raise click.ClickException(f"step {step} has no tensor or value {tensor!r}: `mlflash inspect {step}` lists all")
 
 
@@ -226,11 +484,11 @@ class Checkpoint:
         return list(tensors.values())
 
     def to_json(self) -> dict[str, Any]:
-        said = (self.contents.provenance or None) if self.provenance is None else self.provenance.said
+        provenance = (self.contents.provenance or None) if self.provenance is None else self.provenance.said
         return {"step": self.step, "ranks": self.ranks, "source": self.source, "missing_ranks": list(self.missing),
                 "tensors": [tensor.to_json() for tensor in self.tensors],
                 "plain": {name: _plain(value) for name, value in self.contents.plain.items()},
-                "provenance": said}  # fmt: skip
+                "provenance": provenance}  # fmt: skip
 
     def show(self, console: Console, closely: bool) -> None:
         """Print a line for each tensor. With ``closely`` print each of its shards."""
@@ -253,8 +511,12 @@ class Checkpoint:
 
     def _lines_of_provenance(self) -> list[tuple[str | None, str]]:
         if self.provenance is None:
-            said = self.contents.provenance
-            return [(None, "; ".join(filter(None, (f"provenance: {versions_of(said)}", _given(said)))))] if said else []
+            recorded = self.contents.provenance
+            return (
+                [(None, "; ".join(filter(None, (f"provenance: {versions_of(recorded)}", _given(recorded)))))]
+                if recorded
+                else []
+            )
         document = self.provenance.document
         if document is None:
             return [("yellow", "its provenance cannot be used: `mlflash verify` says why")]

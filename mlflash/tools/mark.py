@@ -14,7 +14,7 @@ from ..memory.slot import Verdict
 from ..mpi.world import World, gather
 from ..storage.store import open_store
 from ..text import many
-from . import choose_job
+from .jobs import choose_job
 from .options import job_options, settings
 from .output import answer
 from .run_on_ranks import FINE, WRONG, run_together
@@ -37,15 +37,15 @@ def mark(step: int, is_bad: bool, directory: str | None, job: str | None, memory
     verdict = Verdict.BAD if is_bad else Verdict.GOOD
 
     def work(world: World) -> int:
-        name = choose_job.choose(world, given, job)
-        told = gather(world, (world.node_name, _mark_here(given.memory, name, step, verdict)))
+        name = choose_job(world, given, job)
+        marked = gather(world, (world.node_name, _mark_here(given.memory, name, step, verdict)))
         if world.rank:
             return FINE
-        nodes = sorted({node for node, count in told if count})
+        nodes = sorted({node for node, count in marked if count})
         folders = [] if given.directory is None else _mark_in(given.directory, step, verdict)
-        found: dict[str, Any] = {"job": name, "step": step, "verdict": verdict.name.lower(), "nodes": nodes,
+        document: dict[str, Any] = {"job": name, "step": step, "verdict": verdict.name.lower(), "nodes": nodes,
                                  "folders": folders}  # fmt: skip
-        answer(as_json, found, lambda console: console.print(_in_words(found), highlight=False))
+        answer(as_json, document, _in_words(document))
         return FINE if nodes or folders else WRONG
 
     run_together(given, as_json, work)
@@ -65,9 +65,9 @@ def _mark_in(directory: str, step: int, verdict: Verdict) -> list[str]:
     return checkpoint_directory.mark(store, checkpoint_directory.list_checkpoints(store), step, verdict)
 
 
-def _in_words(found: dict[str, Any]) -> str:
-    places = [f"in memory ({many(len(found['nodes']), 'node')})"] * bool(found["nodes"])
-    places += [f"in {folder}" for folder in found["folders"]]
+def _in_words(document: dict[str, Any]) -> str:
+    places = [f"in memory ({many(len(document['nodes']), 'node')})"] * bool(document["nodes"])
+    places += [f"in {folder}" for folder in document["folders"]]
     if not places:
-        return f"step {found['step']} of job {found['job']} was not found on these nodes or in --directory"
-    return f"step {found['step']} is marked {found['verdict']} {' and '.join(places)}"
+        return f"step {document['step']} of job {document['job']} was not found on these nodes or in --directory"
+    return f"step {document['step']} is marked {document['verdict']} {' and '.join(places)}"

@@ -77,32 +77,6 @@ class Node:
         return [file for file in self.files if file.damage]
 
 
-@dataclasses.dataclass(frozen=True)
-class JobMemory:
-    """What a job holds in the memory of this node."""
-
-    job: str
-    node: Node
-    error: str = ""  # why the job cannot be looked at. Empty if it can
-
-    @property
-    def newest(self) -> Header | None:
-        headers = [header for _, header in self.node.sealed]
-        return max(headers, key=lambda header: header.attempt.generation, default=None)
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.node.nbytes or self.error) and self.node.pid is None
-
-
-def look_at_job(memory: str, job: str) -> JobMemory:
-    """Look at what a job holds in the memory of this node."""
-    try:
-        return JobMemory(job, look(memory, job, ""))
-    except MlflashError as error:
-        return JobMemory(job, Node(""), str(error))
-
-
 def look_around(world: World, memory: str, job: str) -> list[Node]:
     """Look at the memory of all nodes of the world. Collective.
 
@@ -112,17 +86,17 @@ def look_around(world: World, memory: str, job: str) -> list[Node]:
     Raises:
         UnsafePath: on all ranks, if a directory is not private.
     """
-    mine: list[Node] = []
+    own_nodes: list[Node] = []
     error: MlflashError | None = None
     if world.local_rank == 0:
         try:
-            mine = [look(memory, job, world.node_name)]
+            own_nodes = [look(memory, job, world.node_name)]
         except MlflashError as problem:
             problem.node = world.node_name
             error = problem
-    told = gather(world, mine)
+    all_nodes = gather(world, own_nodes)
     world.raise_together(error)
-    return [node for nodes in told for node in nodes]
+    return [node for nodes in all_nodes for node in nodes]
 
 
 def look(memory: str, job: str, name: str) -> Node:

@@ -70,11 +70,11 @@ def _gpus() -> tuple[int, str]:
     process = subprocess.Popen(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                stdin=subprocess.DEVNULL, errors="replace")  # fmt: skip
     try:
-        said, _ = process.communicate(timeout=_GPU_S)
+        output, _ = process.communicate(timeout=_GPU_S)
     except subprocess.TimeoutExpired:
         process.kill()  # it may not end by that; its agent starts another process like this one in time
         return 0, f"nvidia-smi took longer than {_GPU_S:g} s"
-    return (len(said.splitlines()), "") if process.returncode == 0 else (0, last_words(said))
+    return (len(output.splitlines()), "") if process.returncode == 0 else (0, last_words(output))
 
 
 def _is_up(interface: str) -> bool:

@@ -31,7 +31,7 @@ from ..memory.slot import Verdict
 from ..mpi.world import World
 from ..restore.open_in_directory import OpenInDirectory
 from ..storage.store import Directory, Store, open_store
-from ..text import listed, many
+from ..text import listed, many, show_seconds
 
 _CHUNK_NBYTES = 8 << 20
 _NAMED = 4  # hosts in a line
@@ -53,12 +53,16 @@ class DirectoryContents:
     @property
     def newest(self) -> Listed | None:
         """The checkpoint that a restore takes: the newest one that is not marked bad. None if there is none."""
-        return next((one for one in self.listed if NEWEST.fits(one.step, one.verdict)), None)
+        return next(
+            (checkpoint for checkpoint in self.listed if NEWEST.fits(checkpoint.step, checkpoint.verdict)), None
+        )
 
     @property
     def passed_over(self) -> tuple[Listed, ...]:
         """The checkpoints that are marked bad and newer than the one that a restore takes, newest first."""
-        return tuple(itertools.takewhile(lambda one: not NEWEST.fits(one.step, one.verdict), self.listed))
+        return tuple(
+            itertools.takewhile(lambda checkpoint: not NEWEST.fits(checkpoint.step, checkpoint.verdict), self.listed)
+        )
 
     def to_json(self) -> dict[str, Any]:
         checkpoints = [{
@@ -73,6 +77,11 @@ class DirectoryContents:
 def age_s(unix_ns: int) -> float:
     """Return the seconds since a time."""
     return round(max(0.0, time.time() - unix_ns / 1e9), 3)
+
+
+def show_age(unix_ns: int) -> str:
+    """Write the time since a time."""
+    return show_seconds(age_s(unix_ns))
 
 
 def look_into(world: World, directory: str | None) -> DirectoryContents | None:
@@ -91,14 +100,14 @@ def look_into(world: World, directory: str | None) -> DirectoryContents | None:
         except Exception as problem:  # fsspec may raise anything
             raise CorruptSlot(f"{directory} cannot be read: {problem!r}") from problem
 
-    found = world.on_all(lambda: look() if world.rank == 0 else None)
-    contents: DirectoryContents | None = world.broadcast(found, 0)
-    return contents
+    contents = world.on_all(lambda: look() if world.rank == 0 else None)
+    of_rank_0: DirectoryContents | None = world.broadcast(contents, 0)
+    return of_rank_0
 
 
 def _look_into(store: Store) -> DirectoryContents:
     listed = list_checkpoints(store)
-    good = {one.folder for one in listed}
+    good = {checkpoint.folder for checkpoint in listed}
     unfinished: list[str] = []
     damaged: list[str] = []
     for folder in store.names():
@@ -109,36 +118,35 @@ def _look_into(store: Store) -> DirectoryContents:
     return DirectoryContents(store.path, tuple(listed), tuple(unfinished), tuple(damaged), is_missing)
 
 
-def stored_nbytes(store: Store, one: Listed) -> int:
+def stored_nbytes(store: Store, listed: Listed) -> int:
     """Count the bytes of the tensors' files of a checkpoint; 0 if unknown."""
     try:
-        table = decode_table(read_index(store.at(one.folder), one), one.card.world_size)
+        table = decode_table(read_index(store.at(listed.folder), listed), listed.card.world_size)
         return sum(stored.data_nbytes for stored in table.files)
     except (MlflashError, OSError):
         return 0
 
 
-def verify(world: World, store: Store, one: Listed, advance: Callable[[int], None], key: Key | None = None
+def verify(world: World, store: Store, listed: Listed, advance: Callable[[int], None], key: Key | None = None
            ) -> tuple[int, list[tuple[str, str]], Provenance | None]:  # fmt: skip
     """Read every byte of a checkpoint; each process reads the files of some ranks. Collective.
 
     The result: bytes that this process has read, damaged files with what is wrong, and on rank 0 the provenance.
     """
-    found = world.broadcast(provenance_of(store, one, key) if world.rank == 0 else None, 0)
-    nbytes, wrong = _verify_tensors(world, store, one, advance)
-    told = found.wrong if world.rank == 0 else []
-    if found.document is not None:
-        told = told + verify_files(store.at(one.folder), one, found.document, world.rank, world.size)
-    wrong += told
-    return nbytes, wrong, found if world.rank == 0 else None
+    provenance = world.broadcast(provenance_of(store, listed, key) if world.rank == 0 else None, 0)
+    nbytes, wrong = _verify_tensors(world, store, listed, advance)
+    wrong += provenance.wrong if world.rank == 0 else []
+    if provenance.document is not None:
+        wrong += verify_files(store.at(listed.folder), listed, provenance.document, world.rank, world.size)
+    return nbytes, wrong, provenance if world.rank == 0 else None
 
 
-def _verify_tensors(world: World, store: Store, one: Listed, advance: Callable[[int], None]
+def _verify_tensors(world: World, store: Store, listed: Listed, advance: Callable[[int], None]
                     ) -> tuple[int, list[tuple[str, str]]]:  # fmt: skip
     try:
-        drained = OpenInDirectory(world, store, one)
+        drained = OpenInDirectory(world, store, listed)
     except CorruptSlot as error:  # the same on all ranks
-        return 0, [(one.master, error.message)] if world.rank == 0 else []
+        return 0, [(listed.master, error.message)] if world.rank == 0 else []
     nbytes, wrong = 0, []
     try:
         for rank in range(world.rank, drained.world_size, world.size):
@@ -175,7 +183,7 @@ class Provenance:
 
     @property
     def said(self) -> dict[str, Any] | None:
-        return None if self.document is None else {key: its for key, its in self.document.items() if key != "files"}
+        return None if self.document is None else {key: value for key, value in self.document.items() if key != "files"}
 
     def to_json(self, is_whole: bool) -> dict[str, Any]:
         said = self.said
@@ -185,42 +193,42 @@ class Provenance:
 def provenance_of(store: Store, listed: Listed, key: Key | None = None) -> Provenance:
     """Read the provenance of a checkpoint, and check it and its signature. `verify_files` checks the files."""
     inside = store.at(listed.folder)
-    found = Provenance(has_verdict=listed.verdict is not Verdict.UNKNOWN)
-    if not found.has_verdict and _is_there(inside, VERDICT):
-        found.wrong.append((VERDICT, "it does not say what is known of this checkpoint"))
+    result = Provenance(has_verdict=listed.verdict is not Verdict.UNKNOWN)
+    if not result.has_verdict and _is_there(inside, VERDICT):
+        result.wrong.append((VERDICT, "it does not say what is known of this checkpoint"))
     try:
         document = provenance.read(inside.read(PROVENANCE))
     except (CorruptSlot, OSError) as error:
-        found.wrong.append((PROVENANCE, _why_unreadable(error)))
-        return found
+        result.wrong.append((PROVENANCE, _why_unreadable(error)))
+        return result
     card = listed.card
-    said = document["step"], document["run"], document["generation"], document["world_size"]
-    if said != (card.step, card.attempt.run_id.hex(), card.attempt.generation, card.world_size):
-        found.wrong.append((PROVENANCE, f"it is of another checkpoint than {listed.master}: of {_which(*said)}, and "
+    save = document["step"], document["run"], document["generation"], document["world_size"]
+    if save != (card.step, card.attempt.run_id.hex(), card.attempt.generation, card.world_size):
+        result.wrong.append((PROVENANCE, f"it is of another checkpoint than {listed.master}: of {_which(*save)}, and "
                                         f"that is of {_which_card(card)}"))  # fmt: skip
-        return found
-    found.document = document
-    _check_signature(inside, document, key, found)
-    return found
+        return result
+    result.document = document
+    _check_signature(inside, document, key, result)
+    return result
 
 
-def _check_signature(inside: Store, document: Mapping[str, Any], key: Key | None, found: Provenance) -> None:
+def _check_signature(inside: Store, document: Mapping[str, Any], key: Key | None, result: Provenance) -> None:
     try:
         signature = inside.read(SIGNATURE)
     except OSError as error:
         if document["signer"]:
-            found.wrong.append((SIGNATURE, _why_unreadable(error)))
+            result.wrong.append((SIGNATURE, _why_unreadable(error)))
         elif key is not None:
-            found.wrong.append((PROVENANCE, "it is not signed"))
+            result.wrong.append((PROVENANCE, "it is not signed"))
         return
-    found.signature = "not checked"
+    result.signature = "not checked"
     if key is None:
         return
     is_good, public = key
-    found.signature = "good" if is_good(signature, document["digest"].encode()) else "bad"
-    if found.signature == "bad":
+    result.signature = "good" if is_good(signature, document["digest"].encode()) else "bad"
+    if result.signature == "bad":
         same = document["signer"] == public
-        found.wrong.append((SIGNATURE, "it is no signature of this provenance" if same else
+        result.wrong.append((SIGNATURE, "it is no signature of this provenance" if same else
                             f"another key has signed this: {document['signer'] or 'unknown'}"))  # fmt: skip
 
 
@@ -230,24 +238,24 @@ def _why_unreadable(error: OSError | CorruptSlot) -> str:
     return "it is missing" if isinstance(error, FileNotFoundError) else f"it cannot be read: {error}"
 
 
-def verify_files(inside: Store, listed: Listed, document: Mapping[str, Any], mine: int, among: int
+def verify_files(inside: Store, listed: Listed, document: Mapping[str, Any], first: int, among: int
                  ) -> list[tuple[str, str]]:  # fmt: skip
     """Compare files with a provenance. Return the files that differ, and how.
 
     This reads no tensors, because the checksums of their blocks are compared.
     """
-    said = document["files"]
+    recorded = document["files"]
     wrong = []
-    for name in sorted(said)[mine::among]:
-        if why := _difference(inside, listed, name, said[name]):
+    for name in sorted(recorded)[first::among]:
+        if why := _difference(inside, listed, name, recorded[name]):
             wrong.append((name, why))
-    if not mine:
-        there = {name for name in inside.names() if FILE_NAME.fullmatch(name)}
-        wrong += [(name, "it is not among the files of this checkpoint") for name in sorted(there - {*said})]
+    if not first:
+        present = {name for name in inside.names() if FILE_NAME.fullmatch(name)}
+        wrong += [(name, "it is not among the files of this checkpoint") for name in sorted(present - {*recorded})]
     return wrong
 
 
-def _difference(inside: Store, listed: Listed, name: str, said: Mapping[str, Any]) -> str:
+def _difference(inside: Store, listed: Listed, name: str, recorded: Mapping[str, Any]) -> str:
     try:
         nbytes = inside.nbytes(name)
         card = _card(inside, name)
@@ -257,8 +265,8 @@ def _difference(inside: Store, listed: Listed, name: str, said: Mapping[str, Any
             return (
                 "it is the file that commits a checkpoint" if card.rank < 0 else f"it is the file of rank {card.rank}"
             )
-        if nbytes != said["nbytes"]:
-            return f"it has {nbytes} bytes, but had {said['nbytes']} when it was drained"
+        if nbytes != recorded["nbytes"]:
+            return f"it has {nbytes} bytes, but had {recorded['nbytes']} when it was drained"
         made = hashlib.sha256()
         for start, end in _beside(_tensors(inside, name, card, nbytes), nbytes):
             for at in range(start, end, _CHUNK_NBYTES):
@@ -267,7 +275,7 @@ def _difference(inside: Store, listed: Listed, name: str, said: Mapping[str, Any
         return "it is missing" if not _is_there(inside, name) else f"it cannot be read: {error}"
     except (CorruptSlot, OSError) as error:
         return f"it was changed: {error}"
-    return "" if made.hexdigest() == said["sha256"] else "it was changed: its SHA-256 is not the one recorded"
+    return "" if made.hexdigest() == recorded["sha256"] else "it was changed: its SHA-256 is not the one recorded"
 
 
 def _is_there(inside: Store, name: str) -> bool:
@@ -295,7 +303,9 @@ def _tensors(inside: Store, name: str, card: Card | None, nbytes: int) -> list[t
     assert card is not None
     raw = inside.read(name, card.index_start, card.index_nbytes)
     places, _ = decode_places(raw, name, nbytes)
-    return [(its.start, its.start + its.nbytes) for its in places.of.values() if its.nbytes and not its.packed]
+    return [
+        (place.start, place.start + place.nbytes) for place in places.of.values() if place.nbytes and not place.packed
+    ]
 
 
 def _beside(tensors: Sequence[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, int]]:
@@ -323,7 +333,7 @@ def versions_of(document: Mapping[str, Any]) -> str:
 
 def describe(document: Mapping[str, Any]) -> str:
     """Describe a provenance in one line."""
-    hosts = [one["host"] for one in document["nodes"]]
+    hosts = [node["host"] for node in document["nodes"]]
     where = listed(hosts, _NAMED)
     versions = versions_of(document)
     by = "" if document["by"] == "job" else f", drained by `mlflash {document['by']}`"

@@ -12,19 +12,19 @@ from .. import config
 from ..config import Config
 from ..errors import ConfigError
 from ..text import read_bytes, read_seconds
-from . import shell_completion
+from . import completion
 
 job_option = click.option(
-    "--job", envvar="MLFLASH_JOB", metavar="NAME", shell_complete=shell_completion.jobs,
+    "--job", envvar="MLFLASH_JOB", metavar="NAME", shell_complete=completion.jobs,
     help="Name of the job.  [default: the job of --directory, else the only one here]"
 )  # fmt: skip
 memory_option = click.option(
     "--memory", envvar="MLFLASH_MEMORY", default="/dev/shm", show_default=True,
-    shell_complete=shell_completion.directories,
+    shell_complete=completion.directories,
     help="Memory file system that holds the slots."
 )  # fmt: skip
 directory_option = click.option(
-    "--directory", "-d", metavar="DIR", shell_complete=shell_completion.directories,
+    "--directory", "-d", metavar="DIR", shell_complete=completion.directories,
     help="Directory or URL that the job drains to."
 )  # fmt: skip
 draining_option = click.option("--draining", is_flag=True,
@@ -61,7 +61,7 @@ def settings(memory: str | None, job: str | None, directory: str | None) -> Conf
     """
     os.environ.pop(config.DISABLE, None)
     try:
-        # Without a given name any name will do: `choose_job.choose` chooses the job later.
+        # Without a given name any name will do: `jobs.choose_job` chooses the job later.
         return config.from_environment(os.environ, directory, job=job or "any", memory=memory, drain_every=0)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None

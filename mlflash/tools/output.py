@@ -56,20 +56,20 @@ def outlive_readers() -> None:
         sys.stdout = io.TextIOWrapper(raw, sys.stdout.encoding, sys.stdout.errors)
 
 
-def answer(as_json: bool, document: Any, show: Callable[[Console], None]) -> None:
-    """Print what a command found, for programs or for people. Rank 0 calls it."""
-    if as_json:
-        click.echo(json.dumps(document, indent=1))
+def answer(as_json: bool, document: Any, words: str | Callable[[Console], None]) -> None:
+    """Print what a command found: the document for programs, or words or a table for people. Rank 0 calls it."""
+    if as_json or isinstance(words, str):
+        click.echo(json.dumps(document, indent=1) if as_json else words)
         return
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
     if console.is_terminal:
-        show(console)
+        words(console)
         return
     console = Console(width=_WIDE, highlight=False, markup=False)
     with console.capture() as shown:
-        show(console)
+        words(console)
     for line in shown.get().splitlines():
         click.echo(line.rstrip())
 

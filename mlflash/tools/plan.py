@@ -1,10 +1,12 @@
-"""The command ``mlflash plan``: its options, and what they mean together."""
+"""The command ``mlflash plan``: its options, what they mean together, and a table with sentences."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +15,16 @@ import msgspec
 
 from ..config import slots_of
 from ..errors import ConfigError
-from . import shell_completion
+from ..placement.failure_domains import Domains, ask_slurm, expand_hosts, from_argument
+from ..text import many, show_bytes, show_seconds, show_share
+from . import completion
 from .options import BYTES, SECONDS, certify_after_option, draining_option
-from .output import answer
+from .output import answer, new_table
+from .plan_schemes import Costs, Job, SchemeCosts, consider, daly, least, scheme_costs, young
 
 if TYPE_CHECKING:
-    from ..placement.failure_domains import Domains
-    from .plan_interval import Costs
-    from .plan_schemes import Job
+    from rich.console import Console
+    from rich.table import Table
 
 _FILE = click.Path(exists=True, dir_okay=False)
 
@@ -36,7 +40,7 @@ _FILE = click.Path(exists=True, dir_okay=False)
               help="The part of --bytes that is the same on all ranks, as under DDP.  [default: that of --report, "
               "or 0]")  # fmt: skip
 @click.option("--memory", callback=BYTES, help="Memory of a node for checkpoints, such as 512GiB.")
-@click.option("--scheme", "schemes", multiple=True, shell_complete=shell_completion.schemes,
+@click.option("--scheme", "schemes", multiple=True, shell_complete=completion.schemes,
               help="Scheme to compare; you can repeat it.  [default: all that differ on these nodes]")  # fmt: skip
 @click.option("--losses", type=click.IntRange(1, 64), default=3, show_default=True,
               help="Show the chances if 1 to this many random nodes are lost at once.")  # fmt: skip
@@ -69,10 +73,6 @@ def plan(schemes: tuple[str, ...], losses: int, as_json: bool, report: str | Non
     mlflash plan --nodes 16 --bytes 12GiB --memory 512GiB
     mlflash plan --nodes 16 --bytes 12GiB --mtbf 5y --save 0.5s
     """
-    from .plan_interval import daly, young
-    from .plan_schemes import consider, least, scheme_costs
-    from .plan_table import show
-
     try:
         measured = _measured(report) if report else {}
         job, notes = _job(given, measured)
@@ -91,8 +91,6 @@ def plan(schemes: tuple[str, ...], losses: int, as_json: bool, report: str | Non
 
 
 def _job(given: dict[str, Any], measured: dict[str, Any]) -> tuple[Job, list[str]]:
-    from .plan_schemes import Job
-
     nbytes, alike = given["nbytes"], given["alike"] or 0
     if nbytes is None and not measured:
         raise click.UsageError("how much state does a rank have? Give --bytes or --report, for example "
@@ -115,8 +113,6 @@ def _job(given: dict[str, Any], measured: dict[str, Any]) -> tuple[Job, list[str
 
 def _places(nodes: int | None, file: str | None, slurm: bool, hosts: str | None
             ) -> tuple[tuple[str, ...], Domains | None, list[str]]:  # fmt: skip
-    from ..placement.failure_domains import ask_slurm, expand_hosts, from_argument
-
     if file is not None and slurm:
         raise click.UsageError("give either --domains or --slurm")
     domains = ask_slurm() if slurm else from_argument(file)
@@ -146,8 +142,6 @@ def _places(nodes: int | None, file: str | None, slurm: bool, hosts: str | None
 
 
 def _costs(nodes: int, given: dict[str, Any], measured: dict[str, Any]) -> Costs | None:
-    from .plan_interval import Costs
-
     mtbf, restart, drain_every, pfs_restart = (given[k] for k in ("mtbf", "restart", "drain_every", "pfs_restart"))
     if mtbf is None:
         return None
@@ -202,3 +196,82 @@ def _measured(path: str) -> dict[str, Any]:
                      for phase in ("stall", "protect and commit"))  # fmt: skip
     size = {"nodes": len(ranks_on), "ranks_per_node": max(ranks_on.values())} if len(reports) > 1 else {}
     return {**size, "nbytes": nbytes, "alike": alike, "save": stall, "commit": stall + behind}
+
+
+# The table
+
+
+def show(console: Console, job: Job, costs: Costs | None, compared: Sequence[SchemeCosts], notes: Sequence[str]
+         ) -> None:  # fmt: skip
+    """Print the job, a line for each scheme, the losses that each survives, warnings, and the least memory."""
+    for line in _introduction(job, costs, compared):
+        console.print(line, soft_wrap=True)
+    console.print(_table(job, costs, compared))
+    for p in compared:
+        console.print(f"{p.scheme}: {p.survives}", soft_wrap=True)
+    for p in (p for p in compared if p.warnings):
+        more = f"; {len(p.warnings) - 1} more like this" if len(p.warnings) > 1 else ""
+        console.print(f"warning: {p.scheme}: {p.warnings[0]}{more}", style="yellow", soft_wrap=True)
+    for note in notes:
+        console.print(note, style="dim", soft_wrap=True)
+    for loss, p in least(compared).items():
+        console.print(f"least memory for {loss}: {p.scheme}, {show_bytes(p.memory_nbytes)} a node "
+                      f"({p.memory_per_state:.2f} x state)", style="green")  # fmt: skip
+
+
+def _introduction(job: Job, costs: Costs | None, compared: Sequence[SchemeCosts]) -> Iterator[str]:
+    nodes = len(job.node_names)
+    yield (
+        f"{many(nodes, 'node')} x {many(job.ranks_per_node, 'rank')} x {show_bytes(job.nbytes)}: "
+        f"{show_bytes(job.state_nbytes)} of state on a node, {show_bytes(nodes * job.state_nbytes)} in all; each rank "
+        f"has {job.own_slots} slots, each copy {job.copy_slots}"
+    )
+    if job.alike_nbytes:
+        yield f"{show_bytes(job.alike_nbytes)} of it is the same on all ranks: stored once on each node, and not sent"
+    yield f"{show_bytes(max(p.spare_nbytes for p in compared))} more must be free on a node when slots are made"
+    if costs is None:
+        return
+    yield (
+        f"a node fails every {show_seconds(costs.mtbf_s * nodes)}, the job every {show_seconds(costs.mtbf_s)}; a save "
+        f"stalls {show_seconds(costs.stall_s)} and is committed after {show_seconds(costs.commit_s)}; a restart takes "
+        f"{show_seconds(costs.restart_s)}"
+    )
+    best_s, young_s = daly(costs.stall_s, costs.mtbf_s), young(costs.stall_s, costs.mtbf_s)
+    longer = f", but a commit takes longer: {show_seconds(costs.commit_s)}" if best_s < costs.commit_s else ""
+    yield f"best interval: {show_seconds(best_s)} (Daly 2006; Young 1974: {show_seconds(young_s)}){longer}"
+    if costs.drain_every_s is None:
+        yield "the waste does not include failures that memory cannot cover: give --drain-every and --pfs-restart"
+
+
+def _table(job: Job, costs: Costs | None, compared: Sequence[SchemeCosts]) -> Table:
+    columns: dict[str, Callable[[SchemeCosts], str]] = {"scheme": lambda p: p.scheme}
+    if any(p.made != p.scheme for p in compared):
+        columns["made here"] = lambda p: "" if p.made == p.scheme else p.made
+    columns |= {">a node": lambda p: show_bytes(p.memory_nbytes), ">x state": lambda p: f"{p.memory_per_state:.2f}"}
+    if job.memory_nbytes is not None:
+        columns["fits"] = lambda p: "yes" if p.fits else "no"
+    for lost in compared[0].chances:
+        columns[f">{lost} lost"] = lambda p, lost=lost: show_chance(p.chances[lost])  # type: ignore[misc]
+    if costs is not None:
+        columns[">save every"] = lambda p: "-" if p.interval_s is None else show_seconds(p.interval_s)
+        columns[">waste"] = lambda p: "-" if p.waste is None else show_share(p.waste)
+        columns[">falls a year"] = lambda p: _show_rate(p.falls_per_year or 0.0)
+    table = new_table(*columns)
+    for p in compared:
+        table.add_row(*(text(p) for text in columns.values()), style="dim" if p.fits is False else None)
+    return table
+
+
+def show_chance(chance: float) -> str:
+    """Write a probability, rounded down: 0.99996 → "99.996 %". Only certainty is 100 %."""
+    if chance >= 1 or chance <= 0:
+        return "100 %" if chance >= 1 else "0 %"
+    digits = min(9, max(1, math.ceil(-math.log10(100 * (1 - chance)))))
+    return f"{math.floor(chance * 100 * 10**digits) / 10**digits:.{digits}f} %"
+
+
+def _show_rate(count: float) -> str:
+    # Losses that do not come from single nodes dominate anything rarer that the model predicts.
+    if 0 < count < 0.001:
+        return "< 0.001"
+    return f"{count:,.0f}" if count >= 10 else f"{count:.2g}"

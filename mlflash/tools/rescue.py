@@ -14,7 +14,8 @@ from ..errors import DeadlineExceeded, DrainFailed
 from ..memory.node_directory import jobs_of
 from ..mpi.world import World, gather_from_all
 from ..text import show_bytes, show_seconds
-from . import choose_job, on_disk, shell_completion
+from . import completion, on_disk
+from .jobs import choose_job
 from .node_memory import look_around
 from .options import directory_option, job_option, json_option, memory_option, settings
 from .output import answer, progress_bar
@@ -24,13 +25,13 @@ from .status import describe, describe_lost
 
 _LOOK_S = 0.2
 _redundancy_option = click.option(
-    "--redundancy", envvar="MLFLASH_REDUNDANCY", metavar="SCHEME", shell_complete=shell_completion.schemes,
+    "--redundancy", envvar="MLFLASH_REDUNDANCY", metavar="SCHEME", shell_complete=completion.schemes,
     help="Redundancy scheme to make.  [default: the scheme in memory]"
 )  # fmt: skip
 
 
 @click.command()
-@click.argument("directory", shell_complete=shell_completion.directories)
+@click.argument("directory", shell_complete=completion.directories)
 @job_option
 @memory_option
 @json_option
@@ -49,7 +50,7 @@ def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> Non
 
     def work(world: World) -> int:
         started = time.perf_counter()
-        name = choose_job.choose(world, given, job, is_live=False)
+        name = choose_job(world, given, job, is_live=False)
         before = _outlook(world, given, name)
         stored = on_disk.look_into(world, given.directory)
         newest, lost = before.newest, before.lost
@@ -62,10 +63,10 @@ def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> Non
             nbytes = sum(gather_from_all(world, 0 if drain is None else drain.nbytes))
         if world.rank:
             return FINE
-        there = stored.newest if stored is not None else None
+        drained = stored.newest if stored is not None else None
         beyond = lost or newest  # if the directory does not have it either, it is gone
         covered = drain is not None or (
-            there is not None and (beyond is None or there.card.attempt.generation >= beyond.attempt.generation)
+            drained is not None and (beyond is None or drained.card.attempt.generation >= beyond.attempt.generation)
         )
         lines = [describe_lost(lost)] if lost is not None else []
         if drain is not None:
@@ -73,16 +74,18 @@ def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> Non
             lines.append(f"step {drain.step} was drained to {drain.path}: {show_bytes(nbytes)} in {seconds}")
         elif newest is not None and not covered:
             lines.append(f"step {newest.step} in memory is damaged: nothing was drained")
-        elif there is not None:
-            lines.append(f"memory has nothing newer than step {there.step}, which {stored and stored.path} already has")
+        elif drained is not None:
+            lines.append(
+                f"memory has nothing newer than step {drained.step}, which {stored and stored.path} already has"
+            )
         else:
             lines.append("memory has nothing that can be restored, and the directory has nothing either"
                          + _elsewhere(given, name))  # fmt: skip
         step, path = (None, None) if drain is None else (drain.step, drain.path)
-        in_directory = step if step is not None else there.step if there is not None else None
+        in_directory = step if step is not None else drained.step if drained is not None else None
         document: dict[str, Any] = {"job": name, "drained": step, "path": path, "nbytes": nbytes,
                                     "lost": None if lost is None else lost.step, "newest": in_directory}  # fmt: skip
-        answer(as_json, document, lambda console: console.print("\n".join(lines), soft_wrap=True))
+        answer(as_json, document, "\n".join(lines))
         return FINE if covered else WRONG
 
     run_together(given, as_json, work)
@@ -105,7 +108,7 @@ def heal(directory: str | None, redundancy: str | None, job: str | None, memory:
     given = settings(memory, job, directory)
 
     def work(world: World) -> int:
-        name = choose_job.choose(world, given, job, is_live=False)
+        name = choose_job(world, given, job, is_live=False)
         before = _outlook(world, given, name)
         newest = before.newest
         if newest is None:
@@ -129,7 +132,7 @@ def heal(directory: str | None, redundancy: str | None, job: str | None, memory:
                     "survives": None if survives is None else str(survives)}  # fmt: skip
         text = f"healed: {describe(made)}\nredundancy: {made.scheme}\n" if made is not None else "healed: nothing\n"
         text += f"survives the loss of: any process; {survives}"
-        answer(as_json, document, lambda console: console.print(text, soft_wrap=True))
+        answer(as_json, document, text)
         return FINE if whole else WRONG
 
     run_together(given, as_json, work)
@@ -143,8 +146,8 @@ def _elsewhere(given: Config, job: str) -> str:
 def _outlook(world: World, given: Config, job: str) -> Restorability:
     """Tell all ranks what all nodes can give. Collective."""
     nodes = look_around(world, given.memory, job)
-    told = what_is_restorable(nodes, together=True) if world.rank == 0 else None
-    outlook: Restorability = world.broadcast(told, 0)
+    own_outlook = what_is_restorable(nodes, together=True) if world.rank == 0 else None
+    outlook: Restorability = world.broadcast(own_outlook, 0)
     return outlook
 
 

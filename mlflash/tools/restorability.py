@@ -49,38 +49,39 @@ class Restorability:
     @property
     def newest(self) -> Prospect | None:
         """The attempt that a restore takes: the newest one that is not marked bad. None if there is none."""
-        good = (one for one in self.prospects if one.choice is not None and NEWEST.fits(one.step, one.verdict))
-        return next(good, None)
+        whole = (prospect for prospect in self.prospects if prospect.choice is not None)
+        return next((prospect for prospect in whole if NEWEST.fits(prospect.step, prospect.verdict)), None)
 
     @property
     def lost(self) -> Prospect | None:
         """The newest attempt, if it was committed but these nodes cannot restore it. None otherwise."""
-        first = next((one for one in self.prospects if one.committed or one.choice is not None), None)
+        known = (prospect for prospect in self.prospects if prospect.committed or prospect.choice is not None)
+        first = next(known, None)
         return first if first is not None and first.choice is None else None
 
 
 def what_is_restorable(nodes: Sequence[Node], together: bool) -> Restorability:
     """Say what some nodes can restore. ``together``: according to the launcher, these are all nodes that are left."""
-    found = inventory_of(list(nodes))
+    inventory = inventory_of(list(nodes))
     headers: dict[Attempt, list[tuple[Header, bool, int, int]]] = {}
     for node in nodes:
         for file, header in node.sealed:
             headers.setdefault(header.attempt, []).append((header, file.committed, file.restores, file.nbytes))
     prospects = []
-    for attempt, step, world_size in found.attempts():
-        its = headers[attempt]
-        slots = {header.rank for header, *_ in its if header.kind is Kind.SLOT}
+    for attempt, step, world_size in inventory.attempts():
+        files = headers[attempt]
+        slots = {header.rank for header, *_ in files if header.kind is Kind.SLOT}
         prospects.append(
             Prospect(
-                attempt, step, world_size, recorded_scheme(header.scheme for header, *_ in its),
-                max(header.unix_ns for header, *_ in its), any(committed for _, committed, *_ in its),
-                max(restores for _, _, restores, _ in its), sum(nbytes for *_, nbytes in its),
-                found.of(attempt).verdict,
-                choose(found.of(attempt), (), WantedStep(step)), tuple(sorted(set(range(world_size)) - slots)),
+                attempt, step, world_size, recorded_scheme(header.scheme for header, *_ in files),
+                max(header.unix_ns for header, *_ in files), any(committed for _, committed, *_ in files),
+                max(restores for _, _, restores, _ in files), sum(nbytes for *_, nbytes in files),
+                inventory.of(attempt).verdict,
+                choose(inventory.of(attempt), (), WantedStep(step)), tuple(sorted(set(range(world_size)) - slots)),
             )
         )  # fmt: skip
     seen = {node.name for node in nodes}
-    named = {header.node for its in headers.values() for header, *_ in its}
+    named = {header.node for files in headers.values() for header, *_ in files}
     return Restorability(tuple(prospects), () if together else tuple(sorted(named - seen)))
 
 
@@ -96,7 +97,7 @@ def recorded_scheme(texts: Iterable[str]) -> str:
             schemes.append(parse(text))
         except ConfigError:
             continue
-    best = min(schemes, key=lambda one: (not one.parity, -one.losses, one.members), default=None)
+    best = min(schemes, key=lambda scheme: (not scheme.parity, -scheme.losses, scheme.members), default=None)
     return "none" if best is None else str(best)
 
 
@@ -137,28 +138,28 @@ class Survival:
 
 def survival(nodes: Sequence[Node], of: Prospect) -> Survival:
     """Find the losses that a restorable attempt survives, by trying each of them."""
-    found = inventory_of(list(nodes)).of(of.attempt)
-    here = sorted(set(found.rows["node"].tolist()))
+    inventory = inventory_of(list(nodes)).of(of.attempt)
+    numbers = sorted(set(inventory.rows["node"].tolist()))
 
     def fatal(*lost: int) -> bool:
-        rows = found.rows
+        rows = inventory.rows
         for node in lost:
             rows = rows[rows["node"] != node]
-        return not rows.size or choose(Inventory(rows, found.groups), (), WantedStep(of.step)) is None
+        return not rows.size or choose(Inventory(rows, inventory.groups), (), WantedStep(of.step)) is None
 
-    single = [node for node in here if fatal(node)]
-    pairs = 0 if len(here) > _PAIRS_OF else math.comb(len(here), 2)
-    tied = [pair for pair in _tied(found) if pairs and not set(pair) & set(single)]
+    single = [node for node in numbers if fatal(node)]
+    pairs = 0 if len(numbers) > _PAIRS_OF else math.comb(len(numbers), 2)
+    tied = [pair for pair in _tied(inventory) if pairs and not set(pair) & set(single)]
     names = [node.name for node in nodes]
-    return Survival(len(here), tuple(names[node] for node in single), pairs,
+    return Survival(len(numbers), tuple(names[node] for node in single), pairs,
                     tuple((names[a], names[b]) for a, b in tied if fatal(a, b)))  # fmt: skip
 
 
-def _tied(found: Inventory) -> list[tuple[int, int]]:
+def _tied(inventory: Inventory) -> list[tuple[int, int]]:
     """Return pairs of nodes that are the only holders of something. All other pairs may be lost."""
     holders: dict[tuple[str, int, int], set[int]] = {}
     groups: dict[int, set[int]] = {}
-    for row in found.rows:
+    for row in inventory.rows:
         rank, node = int(row["rank"]), int(row["node"])
         if row["kind"] == Kind.SHARE:
             holders.setdefault(("share", int(row["shared_by"]), int(row["number"])), set()).add(node)
@@ -168,5 +169,5 @@ def _tied(found: Inventory) -> list[tuple[int, int]]:
             holders.setdefault(("slot", rank, 0), set()).add(node)
     tied = [nodes for nodes in holders.values() if len(nodes) == 2]
     for number, nodes in groups.items():
-        tied.append(nodes | {node for rank in found.groups[number] for node in holders.get(("slot", rank, 0), ())})
+        tied.append(nodes | {node for rank in inventory.groups[number] for node in holders.get(("slot", rank, 0), ())})
     return sorted({pair for nodes in tied for pair in itertools.combinations(sorted(nodes), 2)})

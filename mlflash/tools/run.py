@@ -1,10 +1,11 @@
-"""The command ``mlflash run``."""
+"""The commands ``mlflash run`` and ``mlflash agent``, which start what must outlive a job step or a rank."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import click
 
 from ..config import DISABLE, is_enabled, job_name
 from ..errors import ConfigError, LaunchFailed
+from ..launch import agent_process
 from ..run.agents import SILENCE_S, Agents, ChooseGuard
 from ..run.first_node_guard import Guard
 from ..run.kept_ranks import KeepingAgents
@@ -20,7 +22,8 @@ from ..run.membership import Deadlines
 from ..run.on_slurm import OnSlurm, own_id
 from ..run.on_ssh import OnSsh
 from ..run.supervisor import Supervisor
-from . import shell_completion
+from . import completion
+from .options import job_option, memory_option
 
 _SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
@@ -47,13 +50,12 @@ _SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
               help="Continue with down to this many nodes, if your training can reshard.")  # fmt: skip
 @click.option("--max-restarts", type=click.IntRange(0), default=20, show_default=True,
               help="End after this many restarts.")  # fmt: skip
-@click.option("--directory", "-d", metavar="DIR", shell_complete=shell_completion.directories,
+@click.option("--directory", "-d", metavar="DIR", shell_complete=completion.directories,
               help="Directory or URL that the job drains to. At the end, the newest checkpoint is "
               "scavenged to it.")  # fmt: skip
-@click.option("--job", envvar="MLFLASH_JOB", metavar="NAME", shell_complete=shell_completion.jobs,
+@click.option("--job", envvar="MLFLASH_JOB", metavar="NAME", shell_complete=completion.jobs,
               help="Name of the job.  [default: the name that Checkpointer gives it]")  # fmt: skip
-@click.option("--memory", envvar="MLFLASH_MEMORY", default="/dev/shm", show_default=True,
-              shell_complete=shell_completion.directories, help="Memory file system that holds the slots.")  # fmt: skip
+@memory_option
 @click.option("--keep-memory", is_flag=True, help="Leave the slots in memory at the end.")
 @click.option("--hang-timeout", type=click.FloatRange(0), default=1800, show_default=True, metavar="SECONDS",
               help="Restart the ranks if they save nothing for this long. 0: never.")  # fmt: skip
@@ -71,7 +73,7 @@ _SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 @click.option("--srun-args", default="", metavar="WORDS", help="More arguments for srun.")
 @click.option("--hosts", default="", metavar="A,B,C", help="ssh: all nodes, spares included.  [default: this node]")
 @click.option("--rsh", default="ssh", show_default=True, metavar="PROGRAM", help="ssh: program for the remote shell.")
-@click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=shell_completion.files)
+@click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=completion.files)
 def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: int | None, max_restarts: int,
         directory: str | None, job: str | None, memory: str, keep_memory: bool, hang_timeout: float,
         look_every: float, grace: float, gpus: int, interface: str, run_log: Path, kind: str | None,
@@ -138,3 +140,29 @@ def _tasks_per_node() -> int:
     """Return the ranks per node of the allocation. "4(x2)" means four on each of two nodes."""
     text = os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "1")
     return int(text.split("(")[0].split(",")[0])
+
+
+@click.command()
+@job_option
+@memory_option
+def agent(job: str | None, memory: str) -> None:
+    """Start the agent of this node, so that couriers outlive a killed job step. `mlflash run` does this by itself.
+
+    Start it once on each node, in a job step of its own, before the trainers. After SIGTERM or SIGINT it ends as soon
+    as the last courier has ended.
+
+    \b
+    srun --overlap --ntasks-per-node=1 --cpu-bind=none mlflash agent &
+    """
+    environment = {**os.environ, "MLFLASH_MEMORY": memory} | ({"MLFLASH_JOB": job} if job else {})
+    names = agent_process.kept_names(memory, environment)
+    if not names:
+        raise click.UsageError("this process does not know its job: set MLFLASH_JOB, or start it in a Slurm job")
+    listeners = [socket.socket(socket.AF_UNIX) for _ in names]
+    try:
+        for listener, name in zip(listeners, names, strict=True):
+            agent_process.listen(listener, name)
+    except OSError:
+        raise click.ClickException("an agent of this job already runs on this node") from None
+    click.echo(agent_process.READY)
+    agent_process.become(listeners, environment)

@@ -44,7 +44,7 @@ def run_together(given: Config, as_json: bool, work: Callable[[World], int]) -> 
     world: World | None = None
     try:
         world = World(find_comm(os.environ), given.here, given.timeout_s)
-        world.start_job(_raise)
+        world.start_job(raise_deadline)
         world.connect()
         world.end_job()  # reading may take long, and the user who started the command sees its progress
         code = work(world)
@@ -65,7 +65,8 @@ def run_together(given: Config, as_json: bool, work: Callable[[World], int]) -> 
     sys.exit(code)
 
 
-def _raise(error: DeadlineExceeded) -> None:
+def raise_deadline(error: DeadlineExceeded) -> None:
+    """End a wait by its error, see `World.start_job`."""
     raise error
 
 

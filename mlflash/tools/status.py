@@ -1,4 +1,4 @@
-"""The commands ``mlflash status``, ``mlflash list`` and ``mlflash jobs``: what memory and the directory hold."""
+"""The commands ``mlflash status`` and ``mlflash list``: what memory and the directory hold."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import click
 
 from ..config import Config
 from ..memory.courier_process import process_named
-from ..memory.node_directory import jobs_of
 from ..memory.slot import Attempt, Header, Kind, Verdict
 from ..mpi.world import World
-from ..text import many, named, ranges, show_bytes, show_seconds
-from . import choose_job, on_disk
-from .node_memory import File, JobMemory, Node, look_around, look_at_job
-from .on_disk import age_s
-from .options import job_options, json_option, memory_option, settings
+from ..text import many, named, ranges, show_bytes
+from . import on_disk
+from .jobs import choose_job
+from .node_memory import File, Node, look_around
+from .on_disk import age_s, show_age
+from .options import job_options, settings
 from .output import answer, new_table
 from .restorability import Prospect, Restorability, Survival, survival, what_is_restorable
 from .run_on_ranks import FINE, WRONG, run_together
@@ -83,19 +83,6 @@ def list_steps(directory: str | None, job: str | None, memory: str, as_json: boo
         return FINE if state.taken is not None or may_be_elsewhere else WRONG
 
     run_together(given, as_json, work)
-
-
-@click.command()
-@memory_option
-@json_option
-def jobs(memory: str, as_json: bool) -> None:
-    """List the jobs of this user that hold memory on this node, with their sizes.
-
-    `mlflash clean` frees the memory of those that have ended.
-    """
-    there = [look_at_job(memory, job) for job in jobs_of(memory)]
-    document = {"memory": memory, "jobs": [job_to_json(job) for job in there if not job.is_empty]}
-    answer(as_json, document, lambda console: show_jobs(console, there, memory))
 
 
 # The state of a job
@@ -202,7 +189,7 @@ class JobState:
             missing = ", which does not exist" if stored.is_missing else ""
             yield "yellow", f"drained: nothing {'else ' if stored.passed_over else ''}in {stored.path}{missing}"
         else:
-            count, age = len({listed.step for listed in stored.listed}), _age(stored.newest.card.unix_ns)
+            count, age = len({listed.step for listed in stored.listed}), show_age(stored.newest.card.unix_ns)
             yield "", f"drained: step {stored.newest.step}, {age} ago; {many(count, 'step')} in {stored.path}"
         if stored.unfinished:
             yield "yellow", f"unfinished (a drain is writing them, or it died): {', '.join(stored.unfinished)}"
@@ -226,7 +213,7 @@ class JobState:
         for attempt, is_whole, step, place, ranks, unix_ns, what in lines:
             if is_whole and attempt == taken:  # memory, if the directory has it, too
                 what, taken = f"{what}; a restore takes this", None
-            table.add_row(str(step), place, str(ranks), _age(unix_ns), what)
+            table.add_row(str(step), place, str(ranks), show_age(unix_ns), what)
         console.print(table)
 
 
@@ -236,7 +223,7 @@ def look(world: World, given: Config, job: str | None) -> JobState:
     A live job may commit a step between the looks at two of its files, which then seem to belong to a step that is
     lost. So a step is lost only if the next look finds the same.
     """
-    name, before = choose_job.choose(world, given, job), None
+    name, before = choose_job(world, given, job), None
     for _ in range(_LOOKS):
         nodes = look_around(world, given.memory, name)
         outlook = what_is_restorable(nodes, world.world is not None)
@@ -251,10 +238,6 @@ def look(world: World, given: Config, job: str | None) -> JobState:
 # In words
 
 
-def _age(unix_ns: int) -> str:
-    return show_seconds(age_s(unix_ns))
-
-
 def describe(attempt: Prospect) -> str:
     """Describe an attempt that can be restored.
 
@@ -263,7 +246,7 @@ def describe(attempt: Prospect) -> str:
     """
     seen = "committed" if attempt.committed else "no receipt of a commit but complete"
     text = f"step {attempt.step} of {many(attempt.world_size, 'rank')}, {seen}, {_VALUES.get(attempt.verdict, '')}"
-    text += f"{_age(attempt.unix_ns)} ago"
+    text += f"{show_age(attempt.unix_ns)} ago"
     return text + (f"; parity rebuilds {named(attempt.missing)}" if attempt.missing else "")
 
 
@@ -298,7 +281,7 @@ def _nodes_table(nodes: Sequence[Node]) -> Table:
             table.add_row(
                 name, str(headers[0].step), ranges(ranks[Kind.SLOT]), ranges(ranks[Kind.PARITY]),
                 str(len(ranks[Kind.SHARE]) or "-"), show_bytes(sum(file.nbytes for file, _ in sealed)),
-                _age(max(header.unix_ns for header in headers)),
+                show_age(max(header.unix_ns for header in headers)),
                 "yes" if any(file.committed for file, _ in sealed) else "no receipt",
             )  # fmt: skip
             name = ""
@@ -317,31 +300,7 @@ def _by_attempt(node: Node) -> list[list[tuple[File, Header]]]:
     return [groups[attempt] for attempt in sorted(groups, key=lambda attempt: attempt.generation, reverse=True)]
 
 
-def show_jobs(console: Console, jobs: Sequence[JobMemory], memory: str) -> None:
-    """Print a line for each job that holds something, the largest first, and the sum of their bytes."""
-    full = sorted((job for job in jobs if not job.is_empty), key=lambda job: -job.node.nbytes)
-    if not full:
-        console.print(f"no job of this user holds memory in {memory} here")
-        return
-    table = new_table("job", ">size", ">files", ">newest step", ">saved", "process")
-    for job in full:
-        step, age = ("-", "-") if job.newest is None else (str(job.newest.step), f"{_age(job.newest.unix_ns)} ago")
-        alive = "no process is alive" if job.node.pid is None else f"alive: {process_named(job.node.pid)}"
-        table.add_row(job.job, show_bytes(job.node.nbytes), str(len(job.node.files)), step, age, job.error or alive)
-    console.print(table)
-    nbytes = sum(job.node.nbytes for job in full)
-    console.print(f"{many(len(full), 'job')} of this user in {memory}: {show_bytes(nbytes)}")
-
-
 # As plain values
-
-
-def job_to_json(job: JobMemory) -> dict[str, Any]:
-    """Return what a job holds on this node as plain values."""
-    newest, node = job.newest, job.node
-    return {"job": job.job, "pid": node.pid, "nbytes": node.nbytes, "files": len(node.files),
-            "error": job.error or None, "step": None if newest is None else newest.step,
-            "age_s": None if newest is None else age_s(newest.unix_ns)}  # fmt: skip
 
 
 def _attempt_to_json(attempt: Prospect) -> dict[str, Any]:

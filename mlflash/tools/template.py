@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from . import shell_completion
+from . import completion
 
 _LEAST_S = 420  # Slurm's signal may come 360 s before the end, and a step must be trained by then
 _VARIABLE = r"(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})"  # without the $ before it
@@ -78,7 +78,7 @@ def _words(context: click.Context, option: click.Parameter, text: Any) -> Any:
 @click.command()
 @click.argument("name", type=click.Choice(list(TEMPLATES)), required=False)
 @click.option("--output", "-o", type=click.Path(file_okay=False, path_type=Path), default=Path(), metavar="DIR",
-              callback=_words, shell_complete=shell_completion.directories,
+              callback=_words, shell_complete=completion.directories,
               help="Directory to write the files to.  [default: here]")  # fmt: skip
 @click.option("--force", is_flag=True, help="Overwrite existing files, train.py too.")
 @click.option("--account", metavar="NAME", callback=_word, help="Slurm account.  [default: your default account]")
@@ -92,13 +92,13 @@ def _words(context: click.Context, option: click.Parameter, text: Any) -> Any:
 @click.option("--job-name", metavar="NAME", callback=_word,
               help="Name in squeue and of the output file.  [default: the template's name]")  # fmt: skip
 @click.option("--directory", "-d", type=click.Path(), callback=_words, metavar="DIR",
-              shell_complete=shell_completion.directories,
+              shell_complete=completion.directories,
               help="Directory that the job drains to.  [default: JOB-NAME-checkpoints next to the files]")  # fmt: skip
 @click.option("--srun-args", metavar="WORDS", callback=_words,
               help="More arguments for srun, for example for a container.")  # fmt: skip
-@click.option("--script", metavar="FILE", callback=_words, shell_complete=shell_completion.files,
+@click.option("--script", metavar="FILE", callback=_words, shell_complete=completion.files,
               help="Your training script, instead of the train.py that the command writes.")  # fmt: skip
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, callback=_words, shell_complete=shell_completion.files)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, callback=_words, shell_complete=completion.files)
 def template(name: str | None, output: Path, force: bool, **options: Any) -> None:
     """Write the batch script NAME.sbatch, and the train.py that it starts. Without NAME, list the templates.
 
@@ -116,10 +116,10 @@ def template(name: str | None, output: Path, force: bool, **options: Any) -> Non
     if options["script"] is None or not TEMPLATES[name].arguments:
         files["train.py"] = packaged(TEMPLATES[name].training)
     try:
-        there = [file for file in files if os.path.lexists(output / file)]
-        if there and not force:
-            raise click.UsageError(f"{output} already has {' and '.join(there)}: give another --output, or --force to "
-                                   "overwrite")  # fmt: skip
+        existing = [file for file in files if os.path.lexists(output / file)]
+        if existing and not force:
+            raise click.UsageError(f"{output} already has {' and '.join(existing)}: give another --output, or --force "
+                                   "to overwrite")  # fmt: skip
         output.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
             (output / file).write_text(text, encoding="utf-8")

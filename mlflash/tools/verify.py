@@ -16,7 +16,8 @@ from ..memory.node_directory import NodeDirectory
 from ..mpi.world import World, gather_from_all
 from ..storage.store import open_store
 from ..text import many, show_bytes
-from . import choose_job, on_disk, shell_completion
+from . import completion, on_disk
+from .jobs import choose_job
 from .node_memory import Changed, File, Sealed, look
 from .on_disk import Key, Provenance, describe
 from .options import job_options, settings
@@ -72,7 +73,7 @@ class Checked:
 
 
 @click.command()
-@click.option("--key", metavar="PUBLIC.pem", shell_complete=shell_completion.files,
+@click.option("--key", metavar="PUBLIC.pem", shell_complete=completion.files,
               help="Require that this key signed each checkpoint in the directory.")  # fmt: skip
 @job_options
 def verify(key: str | None, directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
@@ -90,7 +91,7 @@ def verify(key: str | None, directory: str | None, job: str | None, memory: str,
         raise click.UsageError("--key needs --directory, because checkpoints in memory are not signed")
 
     def work(world: World) -> int:
-        name = choose_job.choose(world, given, job)
+        name = choose_job(world, given, job)
         stored = on_disk.look_into(world, given.directory)
         if stored is not None and stored.is_missing:
             raise click.ClickException(f"the directory {stored.path} does not exist")
@@ -101,39 +102,39 @@ def verify(key: str | None, directory: str | None, job: str | None, memory: str,
         all_checked = [*in_memory, *in_directory]
         document = {"job": name, "memory": [place.to_json() for place in in_memory],
                     "directory": [place.to_json() for place in in_directory]}  # fmt: skip
-        there = all_checked if any(place.files or place.being_written for place in all_checked) else []
+        places = all_checked if any(place.files or place.being_written for place in all_checked) else []
 
         def show(console: Console) -> None:
-            for place in there:
+            for place in places:
                 place.show(console)
-            if not there:
+            if not places:
                 console.print("nothing is there")
 
         answer(as_json, document, show)
-        return FINE if there and not any(place.damaged for place in there) else WRONG
+        return FINE if places and not any(place.damaged for place in places) else WRONG
 
     run_together(given, as_json, work)
 
 
 def _verify_memory(world: World, given: Config, job: str) -> list[Checked]:
     """Verify the memory of all nodes; the processes of a node share its files. Collective; rank 0 gets the result."""
-    mine: list[Checked] = []
+    checked: list[Checked] = []
     error: MlflashError | None = None
     try:
         node = look(given.memory, job, world.node_name)
-        mine.append(Checked(node.name))
+        checked.append(Checked(node.name))
         total = sum(file.header.extents.body_nbytes for file in node.files if file.header)
         with (progress_bar("memory", total // world.local_size, world.rank == 0) as advance,
               contextlib.closing(NodeDirectory(given.memory, job, make=False)) as held):  # fmt: skip
             for file in node.files[world.local_rank :: world.local_size]:
-                _verify_file(held, file, mine[0], advance)
+                _verify_file(held, file, checked[0], advance)
     except FileNotFoundError:  # the job's memory was deleted meanwhile
         pass
     except MlflashError as problem:
         problem.node = world.node_name
         error = problem
     world.raise_together(error)
-    return _join(world, mine)
+    return _join(world, checked)
 
 
 def _verify_file(held: NodeDirectory, file: File, checked: Checked, advance: Callable[[int], None]) -> None:
@@ -158,17 +159,17 @@ def _verify_file(held: NodeDirectory, file: File, checked: Checked, advance: Cal
 def _verify_directory(world: World, stored: on_disk.DirectoryContents, key_file: str | None) -> list[Checked]:
     key = _key(world, key_file)
     store = open_store(stored.path)
-    mine: list[Checked] = []
+    checked: list[Checked] = []
     total = sum(on_disk.stored_nbytes(store, listed) for listed in stored.listed) if world.rank == 0 else 0
     with progress_bar("directory", total // world.size, world.rank == 0) as advance:
         for listed in stored.listed:
             nbytes, wrong, provenance = on_disk.verify(world, store, listed, advance, key)
             files = len(range(world.rank, listed.card.world_size, world.size))
-            mine.append(Checked(f"{stored.path}/{listed.folder}", files, nbytes, wrong, provenance=provenance))
+            checked.append(Checked(f"{stored.path}/{listed.folder}", files, nbytes, wrong, provenance=provenance))
     for folder in stored.damaged if world.rank == 0 else ():
         damage = ("the file that commits the checkpoint", "its first bytes are damaged")
-        mine.append(Checked(f"{stored.path}/{folder}", 1, 0, [damage]))
-    return _join(world, mine)
+        checked.append(Checked(f"{stored.path}/{folder}", 1, 0, [damage]))
+    return _join(world, checked)
 
 
 def _key(world: World, file: str | None) -> Key | None:
@@ -178,9 +179,9 @@ def _key(world: World, file: str | None) -> Key | None:
         raise click.UsageError(str(error)) from None
 
 
-def _join(world: World, mine: list[Checked]) -> list[Checked]:
+def _join(world: World, of_rank: list[Checked]) -> list[Checked]:
     places: dict[str, Checked] = {}
-    for checked in (checked for of_process in gather_from_all(world, mine) for checked in of_process):
+    for checked in (checked for of_process in gather_from_all(world, of_rank) for checked in of_process):
         places.setdefault(checked.where, Checked(checked.where)).add(checked)
     return list(places.values())
 

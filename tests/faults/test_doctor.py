@@ -23,11 +23,11 @@ MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 PROGRAM = """
 import ctypes, os, signal, sys
 here = int(os.environ.get("PMI_RANK", "0"))
-from mlflash.tools import doctor_examination, doctor_mpi, doctor_software, doctor_watchdog
-doctor_mpi._SLOW_GBS = doctor_mpi._SLOW_RDMA_GBS = 0
-doctor_mpi._SKEW_S = float("inf")
+from mlflash.tools import doctor, doctor_checks, doctor_watchdog
+doctor_checks._SLOW_GBS = doctor_checks._SLOW_RDMA_GBS = 0
+doctor_checks._SKEW_S = float("inf")
 def put(subject, name, check):
-    checks = getattr(doctor_examination, name)
+    checks = getattr(doctor, name)
     new = tuple(check if old.__name__ == check.__name__ else old for old in checks[subject])
     assert new != checks[subject]
     checks[subject] = new
@@ -37,9 +37,9 @@ main()
 """
 # A check of all ranks that is not patient, and in which rank 1 does something else.
 HURRY = """
-def clocks(context, old=doctor_mpi.clocks):
+def clocks(context, old=doctor_checks.clocks):
     context.world.timeout_s = 2
-    context.world.start_job(doctor_examination._raise)
+    context.world.start_job(doctor.raise_deadline)
     if here == 1:
         {hang}
     return list(old(context))
@@ -54,7 +54,7 @@ class Watch(doctor_watchdog.Watch):
         if pending.check == "parity":
             super().__init__(*self.given)
             super().begin(pending, known)
-doctor_watchdog.Watch, doctor_watchdog._GRACE_S = Watch, 2
+doctor.Watch, doctor_watchdog._GRACE_S = Watch, 2
 def parity(context):
     {end}
 put("software", "_CHECKS", parity)

@@ -27,10 +27,9 @@ from mlflash.state.leaves import from_bytes
 from mlflash.state.plain_values import decode_plain
 from mlflash.storage.store import open_store
 from mlflash.storage.whole_state import build
-from mlflash.tools import export_safetensors
-from mlflash.tools.export_formats import write_dcp, write_torch
+from mlflash.tools.export import Selection, whole_of
+from mlflash.tools.export_formats import DTYPES, write_dcp, write_safetensors, write_torch
 from mlflash.tools.export_imports import read_dcp
-from mlflash.tools.export_whole import Selection, whole_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
@@ -76,7 +75,7 @@ def some(dtype: str, *shape: int) -> torch.Tensor:
     return raw.view(kind).view(shape)
 
 
-DCP_DTYPES = [*export_safetensors.DTYPES, "complex32", "complex128", "float4_e2m1fn_x2"]
+DCP_DTYPES = [*DTYPES, "complex32", "complex128", "float4_e2m1fn_x2"]
 DTYPES = [*DCP_DTYPES, "bits8", "bits16"]
 
 
@@ -160,9 +159,9 @@ def test_a_pattern_that_fits_nothing_and_two_tensors_of_one_name_are_errors(sele
 
 def test_safetensors_hold_every_dtype_bit_for_bit(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    state: dict[str, Any] = of_every_dtype(list(export_safetensors.DTYPES))
+    state: dict[str, Any] = of_every_dtype(list(DTYPES))
     torch.save(state, tmp_path / "expected.pt")
-    written = export_safetensors.write(whole_of({**state, "step": 3}), open_store(tmp_path))
+    written = write_safetensors(whole_of({**state, "step": 3}), open_store(tmp_path))
     assert written.files == {"model.safetensors": (tmp_path / "model.safetensors").stat().st_size}
     assert (written.tensors, written.left_out) == (len(state), ("step",))
     without_mlflash(tmp_path, """
@@ -202,8 +201,8 @@ def test_a_torch_file_holds_every_dtype_and_every_plain_leaf(tmp_path: Path) -> 
 
 
 REFUSED: dict[str, tuple[Callable[..., object], list[Any]]] = {
-    "safetensors": (export_safetensors.write, [some("complex128", 2), some("float4_e2m1fn_x2", 2), np.array(["a"]),
-                                              np.array([1.0], dtype=">f4"), np.ones(2, dtype=np.longdouble)]),
+    "safetensors": (write_safetensors, [some("complex128", 2), some("float4_e2m1fn_x2", 2), np.array(["a"]),
+                                        np.array([1.0], dtype=">f4"), np.ones(2, dtype=np.longdouble)]),
     "torch": (write_torch, [np.array(["a"]), torch.empty(2, dtype=torch.uint8).view(torch.int4)]),
     "dcp": (write_dcp, [torch.empty(2, dtype=torch.uint8).view(torch.int4)]),
 }  # fmt: skip

@@ -27,7 +27,7 @@ from mlflash.launch.couriers import Couriers
 from mlflash.launch.launcher_variables import Launched
 from mlflash.launch.own_process import forget_memory_policy
 from mlflash.launch.rendezvous import Meeting
-from mlflash.tools import doctor_couriers
+from mlflash.tools import doctor_checks
 
 pytestmark = needs.MPI
 BIN = Path(sys.executable).parent
@@ -261,7 +261,7 @@ def test_what_was_handed_over_is_committed_though_all_that_trainers_started_is_k
     trainers = {trainer.pid for trainer in job.trainers}
     assert agents_of(trainers) == {agent.pid}
     assert not started_by(trainers), "what is to be killed with them"
-    assert {trainer for pid, trainer in doctor_couriers.running().items() if pid in started_by({agent.pid})} == trainers
+    assert {trainer for pid, trainer in doctor_checks.running().items() if pid in started_by({agent.pid})} == trainers
     for pid in trainers:
         os.kill(pid, signal.SIGKILL)
     for trainer in job.trainers:

@@ -33,8 +33,7 @@ from mlflash.placement.survival import of
 from mlflash.placement.topology import Topology
 from mlflash.state.layout import Extents
 from mlflash.state.leaves import Entry
-from mlflash.tools import choose_job
-from mlflash.tools.checkpoint_contents import statistics
+from mlflash.tools.inspect_step import statistics
 from mlflash.tools.node_memory import File, Node, Sealed, look
 from mlflash.tools.restorability import survival, what_is_restorable
 
@@ -165,7 +164,7 @@ def test_the_directory_names_the_job_in_and_out_of_slurm() -> None:
     other = job_name(inside, "/fs/run43")
 
     def decide(*there: str, env: Any = outside, job: str | None = None) -> str:
-        return choose_job.decide(there, env, job, "/fs/run42", "/dev/shm")
+        return decide(there, env, job, "/fs/run42", "/dev/shm")
 
     assert decide(slurm, other) == slurm
     assert decide(slurm, other, env={"SLURM_JOB_ID": "72"}) == slurm

@@ -16,7 +16,7 @@ from processes import OPEN_MPI, by_open_mpi, free_port
 from waiting import PATIENCE_S
 
 from mlflash.run.processes import mpiexec
-from mlflash.tools.doctor_couriers import try_couriers
+from mlflash.tools.doctor_checks import try_couriers
 from mlflash.tools.doctor_findings import Level
 
 pytestmark = needs.MPI

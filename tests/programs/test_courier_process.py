@@ -1,4 +1,4 @@
-"""Couriers: trainers without MPI save, restore and reshard, die, and lose their doctor_couriers."""
+"""Couriers: trainers without MPI save, restore and reshard, die, and lose their couriers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from waiting import PATIENCE_S, until
 from mlflash.run.processes import mpiexec
 from mlflash.state import layout
 from mlflash.telemetry.heartbeat import live_jobs, read_heartbeats
-from mlflash.tools import doctor_couriers
-from mlflash.tools.top_screen import state_of
+from mlflash.tools import doctor_checks
+from mlflash.tools.top import state_of
 
 pytestmark = needs.MPI
 
@@ -136,8 +136,8 @@ def test_a_courier_is_seen_beside_its_trainer_and_after_it(jobs: Jobs, shm: Path
     ranks = up()
     assert len(ranks) == 2, job.records()
     pids = {record["courier"] for record in ranks}
-    assert doctor_couriers.running().keys() >= pids
-    words = lambda: {word for found in doctor_couriers.couriers_here(None) for word in found.fill(found.text).split()}
+    assert doctor_checks.running().keys() >= pids
+    words = lambda: {word for found in doctor_checks.couriers_here(None) for word in found.fill(found.text).split()}
     assert not words() & {str(pid) for pid in pids}
     assert all(record["is_a"].startswith(f"process (pid {record['courier']}, ") for record in ranks)
     for record in ranks:
@@ -156,7 +156,7 @@ def test_a_courier_is_seen_beside_its_trainer_and_after_it(jobs: Jobs, shm: Path
         for record in ranks:
             os.kill(record["courier"], signal.SIGCONT)
         job.kill()
-    until(lambda: not doctor_couriers.running().keys() & pids, "couriers to end")
+    until(lambda: not doctor_checks.running().keys() & pids, "couriers to end")
     assert live_jobs(str(shm)) == []
 
 

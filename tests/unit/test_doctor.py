@@ -21,9 +21,8 @@ from mlflash.launch.launcher_variables import Launched, launched
 from mlflash.memory.memory_limits import headroom
 from mlflash.placement.topology import Node
 from mlflash.run.on_slurm import LaunchFailed
-from mlflash.tools import doctor_mpi, doctor_node, doctor_software, plan_schemes
-from mlflash.tools.doctor_context import Context
-from mlflash.tools.doctor_findings import Diagnosis, Finding, Level, fine, merge, warning, wrong
+from mlflash.tools import doctor_checks, plan_schemes
+from mlflash.tools.doctor_findings import Context, Diagnosis, Finding, Level, fine, merge, warning, wrong
 
 pytestmark = pytest.mark.slow  # a tool beside the engine
 
@@ -105,15 +104,15 @@ def test_whether_memory_outlives_a_step_and_a_job(
     if mark:
         (tmp_path / mark).parent.mkdir(exist_ok=True)
         (tmp_path / mark).touch()
-    ((found, words, advice),) = results(doctor_node.lifetime, context(env, root=str(tmp_path)))
+    ((found, words, advice),) = results(doctor_checks.lifetime, context(env, root=str(tmp_path)))
     assert found == level and text in words and bool(advice) == (level is WARNING)
-    ((kind, words, _),) = results(doctor_node.file_system, context(env, "/home", root=str(tmp_path)))
+    ((kind, words, _),) = results(doctor_checks.file_system, context(env, "/home", root=str(tmp_path)))
     assert kind is WARNING and words == "/home is ext4, which is not memory"
 
 
 def test_a_logout_that_deletes_shared_memory_is_worth_a_warning(tmp_path: Path) -> None:
     def levels(memory: str = "/dev/shm", uid: int = 1000) -> list[Level]:
-        return [found.level for found in doctor_node.logout(context(memory=memory, uid=uid, root=str(tmp_path)))]
+        return [found.level for found in doctor_checks.logout(context(memory=memory, uid=uid, root=str(tmp_path)))]
 
     assert levels() == [], "no logind, no word"
     (tmp_path / "run/systemd/users").mkdir(parents=True)
@@ -146,7 +145,7 @@ def test_a_logout_that_deletes_shared_memory_is_worth_a_warning(tmp_path: Path) 
 def test_what_is_left_against_what_the_job_takes(
     check: str, left: int, held: int, need: int | None, level: Level
 ) -> None:
-    found, text, _ = result(doctor_node.judge_room(check, left, held, need))
+    found, text, _ = result(doctor_checks.judge_room(check, left, held, need))
     assert found == level and ("the job takes" in text) == (need is not None) and ("held by" in text) == (held > 0)
 
 
@@ -154,7 +153,7 @@ def test_writing_leaves_nothing_and_a_directory_that_is_not_private_is_named(shm
     own = shm / f"mlflash-{os.getuid()}"
 
     def found() -> list[tuple[Level, str]]:
-        return [(level, text) for level, text, _ in results(doctor_node.writing, context(memory=str(shm)))]
+        return [(level, text) for level, text, _ in results(doctor_checks.writing, context(memory=str(shm)))]
 
     written = OK, "16 MiB can be written"
     assert found() == [written] and list(shm.iterdir()) == []
@@ -168,7 +167,7 @@ def test_writing_leaves_nothing_and_a_directory_that_is_not_private_is_named(shm
 
 
 def test_what_a_job_takes_is_what_plan_says() -> None:
-    need, words = doctor_node.count_need(
+    need, words = doctor_checks.count_need(
         context({"MLFLASH_REDUNDANCY": "xor:4"}, nbytes=GIB, own_slots=3, nodes=4, ranks_per_node=8)
     )
     job = plan_schemes.Job(("a", "b", "c", "d"), 8, GIB, own_slots=3)
@@ -176,25 +175,25 @@ def test_what_a_job_takes_is_what_plan_says() -> None:
     planned = plan_schemes.scheme_costs(job, scheme, placed, 1, None)
     assert need == planned.memory_nbytes > 24 * GIB and headroom(need) == planned.spare_nbytes == SPARE
     assert words == "8 ranks of 1 GiB, 3 slots each, xor:4 over 4 nodes"
-    assert "protects nothing on one node" in doctor_node.count_need(context(nbytes=GIB))[1]
+    assert "protects nothing on one node" in doctor_checks.count_need(context(nbytes=GIB))[1]
 
 
 # Slurm
 
 
 def test_slurms_configuration_is_read_in_both_forms(tmp_path: Path) -> None:
-    assert {level for level, *_ in results(doctor_software.judge_configuration, CONFIG)} == {OK}
+    assert {level for level, *_ in results(doctor_checks.judge_configuration, CONFIG)} == {OK}
     newer = NEWER_CONFIG.format(tmp_path)
-    container, epilog, task = results(doctor_software.judge_configuration, newer)
+    container, epilog, task = results(doctor_checks.judge_configuration, newer)
     assert (container[0], epilog[0], task[0]) == (WARNING, WARNING, OK) and "relaunch inside the job" in container[2]
     assert f"{tmp_path}/epilog.sh {tmp_path}/epilog.d/* runs at the end of a job, but cannot be read" in epilog[1]
     script = tmp_path / "epilog.d" / "1.sh"
     script.parent.mkdir()
     script.write_text("#!/bin/sh\n# spares /dev/shm\nlogger the end\n")
-    _, epilog, _ = results(doctor_software.judge_configuration, newer)
+    _, epilog, _ = results(doctor_checks.judge_configuration, newer)
     assert epilog[0] is OK and "does not mention shm" in epilog[1]
     script.write_text("#!/bin/sh\nfind /dev/shm -user $SLURM_JOB_UID -delete\n")
-    _, epilog, _ = results(doctor_software.judge_configuration, newer)
+    _, epilog, _ = results(doctor_checks.judge_configuration, newer)
     assert epilog[0] is WARNING and "find /dev/shm -user $SLURM_JOB_UID -delete" in epilog[1]
 
 
@@ -202,10 +201,10 @@ def test_no_answer_of_slurm_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> Non
     def ask(command: list[str]) -> str:
         raise LaunchFailed("scontrol show config failed", found="fatal: no controller")
 
-    monkeypatch.setattr(doctor_software, "ask", ask)
-    assert [text for _, text, _ in results(doctor_software.slurm, context())] == ["not in a Slurm job"]
+    monkeypatch.setattr(doctor_checks, "ask", ask)
+    assert [text for _, text, _ in results(doctor_checks.slurm, context())] == ["not in a Slurm job"]
     env = {"SLURM_JOB_ID": "71", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_RESTART_COUNT": "2"}
-    job, answer = results(doctor_software.slurm, context(env))
+    job, answer = results(doctor_checks.slurm, context(env))
     assert job[1] == "job 71 on n[1-4], restarted 2 times"
     assert answer[0] is WARNING and "does not answer" in answer[1] and "fatal: no controller" in answer[1]
 
@@ -226,11 +225,11 @@ def test_no_answer_of_slurm_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_a_world_of_another_size_is_an_error(started: Launched, size: int, level: Level, text: str) -> None:
-    found, words, advice = result(doctor_mpi.judge_size(started, size, "Open MPI 5.0.11"))
+    found, words, advice = result(doctor_checks.judge_size(started, size, "Open MPI 5.0.11"))
     assert found == level and words.startswith(text)
     if level is ERROR:
         assert ("srun --mpi=pmix" in advice) == (started.launcher == "srun") and "Open MPI 5.0.11" in advice
-        _, words, _ = result(doctor_mpi.judge_size(started, size, "MPICH 5.0.2", "MASTER_ADDR and MASTER_PORT"))
+        _, words, _ = result(doctor_checks.judge_size(started, size, "MPICH 5.0.2", "MASTER_ADDR and MASTER_PORT"))
         assert words.startswith("4 ranks, which meet by MASTER_ADDR and MASTER_PORT; ")
 
 
@@ -239,7 +238,7 @@ def test_a_world_of_another_size_is_an_error(started: Launched, size: int, level
     ("Intel MPI 2021.18", "--mpi=pmi2, with I_MPI_PMI_LIBRARY="), ("MVAPICH 4.0", "--mpi=pmi2,"),
 ])  # fmt: skip
 def test_each_mpi_has_its_flag_of_srun(library: str, flag: str) -> None:
-    assert flag in doctor_mpi.judge_size(Launched(0, 4, 0, "srun"), 1, library).advice
+    assert flag in doctor_checks.judge_size(Launched(0, 4, 0, "srun"), 1, library).advice
 
 
 @pytest.mark.parametrize(
@@ -253,18 +252,18 @@ def test_each_mpi_has_its_flag_of_srun(library: str, flag: str) -> None:
     ],
 )
 def test_nodes_are_told_apart_by_their_memory(places: list[tuple[str, str, str]], level: Level, text: str) -> None:
-    found, words, _ = result(doctor_mpi.judge_nodes([Node(*place) for place in places], "/dev/shm", are_named=False))
+    found, words, _ = result(doctor_checks.judge_nodes([Node(*place) for place in places], "/dev/shm", are_named=False))
     assert found == level and text in words
 
 
 def test_nodes_that_the_user_has_named_may_be_on_one_host() -> None:
     nodes = [Node("a boot", "1", "n0"), Node("a boot", "2", "n1")]
-    assert doctor_mpi.judge_nodes(nodes, "/dev/shm", are_named=True).level is OK
+    assert doctor_checks.judge_nodes(nodes, "/dev/shm", are_named=True).level is OK
 
 
 def test_a_slow_network_is_worth_a_warning() -> None:
     speeds = (("network", 0.4), ("network", 0.01), ("RDMA", 2.0), ("RDMA", 0.4))
-    found = [result(doctor_mpi.judge_network("p2p", between, saved_gbs))[0] for between, saved_gbs in speeds]
+    found = [result(doctor_checks.judge_network("p2p", between, saved_gbs))[0] for between, saved_gbs in speeds]
     assert found == [OK, WARNING, OK, WARNING]
 
 
@@ -273,8 +272,8 @@ def test_a_slow_network_is_worth_a_warning() -> None:
 
 @pytest.mark.parametrize("version", ["2.12.0a0+nv", "2.16.0", "a build of my own", "2.13.0+cpu", "2.15.2+cu132"])
 def test_a_pytorch_with_which_nothing_was_run_is_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_software.importlib.metadata, "version", lambda name: version if name == "torch" else "1")
-    names, *warned = results(doctor_software.versions, context())
+    monkeypatch.setattr(doctor_checks.importlib.metadata, "version", lambda name: version if name == "torch" else "1")
+    names, *warned = results(doctor_checks.versions, context())
     assert names[0] is OK and version in names[1] and "mpi4py 1" in names[1]
     was_run = version.startswith(("2.13", "2.15"))
     texts = [] if was_run else [f"mlflash was run with PyTorch 2.13 to 2.15, and not with {version}"]
@@ -285,9 +284,9 @@ def test_a_gpu_that_pytorch_does_not_see_is_worth_a_warning(tmp_path: Path, shm:
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvram").touch()
     here = context(memory=str(shm), root=str(tmp_path))
-    assert [text for _, text, _ in results(doctor_node.gpus, here)] == ["no GPU here"]
+    assert [text for _, text, _ in results(doctor_checks.gpus, here)] == ["no GPU here"]
     (tmp_path / "dev" / "nvidiactl").touch()
-    level, text, _ = results(doctor_node.gpus, here)[0]
+    level, text, _ = results(doctor_checks.gpus, here)[0]
     assert level is WARNING or " x " in text  # this machine may have one
 
 

@@ -39,8 +39,7 @@ from mlflash.telemetry.heartbeat import (
     read_heartbeats,
     why_unread,
 )
-from mlflash.tools.top_ranks import Look, look_here
-from mlflash.tools.top_screen import Page, state_of
+from mlflash.tools.top import Look, Page, look_here, state_of
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 WATCHED_RANKS = 4

@@ -13,9 +13,8 @@ from mlflash import Checkpointer, errors
 from mlflash.config import from_environment
 from mlflash.launch.launcher_variables import launched
 from mlflash.memory.memory_limits import mapped_files, other_files
-from mlflash.tools.doctor_context import Context
-from mlflash.tools.doctor_findings import Level
-from mlflash.tools.doctor_node import left_over, room
+from mlflash.tools.doctor_checks import left_over, room
+from mlflash.tools.doctor_findings import Context, Level
 
 MIB = 1 << 20
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root: mounts a file system, gives files away")
