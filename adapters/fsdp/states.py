@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 
-from .ranker import with_other_shards
+from .groups import with_other_shards
 
 DEGREE = "sharded over "
 """Begins the key that says over how many ranks a local state dict is sharded, as in ``"sharded over 8"``."""
