@@ -128,11 +128,11 @@ class ExchangeableGroup(ProcessGroup):
         """Wrap a collective of gloo, which `drop` might not end, so that `drop` ends it."""
         if work is None:  # the call has waited already
             return None
-        mine = InterruptibleWork(work)
-        self._works.add(mine)
+        interruptible = InterruptibleWork(work)
+        self._works.add(interruptible)
         if self._connections is None:  # it was dropped a moment ago
-            self._interrupt(mine)
-        return mine
+            self._interrupt(interruptible)
+        return interruptible
 
     def drop(self) -> None:
         """Drop torch's group, and end all calls in which this process waits for it. Not collective; any thread.
@@ -175,9 +175,9 @@ def _passed_on(name: str) -> Callable[..., Work]:
         work: Work = getattr(connections, name)(*args, **named)
         if not isinstance(connections, FakeProcessGroup):
             return work if _is_on_device(args) else self.watched(work)
-        there: Future[Any] = Future()  # a fake group's work has no result, which DDP needs
-        there.set_result(args[0])
-        return _completed(there)
+        future: Future[Any] = Future()  # a fake group's work has no result, which DDP needs
+        future.set_result(args[0])
+        return _completed(future)
 
     call.__name__ = name
     return call
@@ -372,7 +372,7 @@ class TorchGroups:
         if dist.get_rank() == rank:
             return
         all_ranks = dist.get_world_size()
-        knows = any(type(one) is DeviceMesh for one in gc.get_objects())
+        knows = any(type(thing) is DeviceMesh for thing in gc.get_objects())
         if knows or any(group.size() != all_ranks for group in groups()):
             begin_anew(rank)
         for group in groups():
@@ -387,9 +387,9 @@ def _looks(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
 def _wrapped() -> list[nn.Module]:
     """Give all outermost modules of DDP and FSDP2."""
     kinds = (DistributedDataParallel, FSDPModule)
-    found = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
-    inside = {id(part) for one in found for part in one.modules() if part is not one}
-    return [one for one in found if id(one) not in inside]
+    modules = [module for module in gc.get_objects() if issubclass(type(module), kinds)]
+    inside = {id(part) for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if id(module) not in inside]
 
 
 def init_process_group(rank: int, size: int, timeout: timedelta) -> None:
@@ -534,16 +534,16 @@ def _connect_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> tup
     group = ProcessGroupGloo(store, rank, size, min(timeout, _MEETS))
     group._set_default_timeout(timeout)
     store.set(f"listens/{rank}", json.dumps(sorted(_listening() - before)))
-    told = store.multi_get([f"listens/{one}" for one in range(size)])
-    return group, {(host, port) for one in told for host, port in json.loads(one)}
+    addresses = store.multi_get([f"listens/{peer}" for peer in range(size)])
+    return group, {(host, port) for listed in addresses for host, port in json.loads(listed)}
 
 
 def shut_down(listeners: Collection[Address]) -> None:
     """Shut down all connections of this process to and from these addresses. Not collective; any thread."""
-    for one in _sockets():
+    for connection in _sockets():
         try:
-            if _address(one.getpeername()) in listeners or _address(one.getsockname()) in listeners:
-                one.shutdown(socket.SHUT_RDWR)
+            if _address(connection.getpeername()) in listeners or _address(connection.getsockname()) in listeners:
+                connection.shutdown(socket.SHUT_RDWR)
         except OSError:  # it is not connected
             continue
 
@@ -562,7 +562,9 @@ def _threads_sleep() -> bool:
 
 def _listening() -> set[Address]:
     return {
-        _address(one.getsockname()) for one in _sockets() if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        _address(connection.getsockname())
+        for connection in _sockets()
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     }
 
 
@@ -572,12 +574,12 @@ def _sockets() -> Iterator[socket.socket]:
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
-            one = socket.socket(fileno=os.dup(int(name)))
+            connection = socket.socket(fileno=os.dup(int(name)))
         except OSError:  # it was closed meanwhile
             continue
-        with one:
-            if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-                yield one
+        with connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                yield connection
 
 
 def _address(found: tuple[str, int]) -> Address:

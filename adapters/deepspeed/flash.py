@@ -107,8 +107,8 @@ class Flash:
         self.checkpointer = self._open()
         self._save, self._load = engine.save_checkpoint, engine.load_checkpoint
         self._files = OwnFiles(engine, self.checkpointer, self._save) if in_background else None
-        mine = replaced(engine, save_checkpoint=self._save_checkpoint, load_checkpoint=self._load_checkpoint)
-        self._methods.enter_context(mine)
+        methods = replaced(engine, save_checkpoint=self._save_checkpoint, load_checkpoint=self._load_checkpoint)
+        self._methods.enter_context(methods)
         self._methods.enter_context(steps_once_staged(engine, self.wait_staged))
         own = "save_if_needed or engine.save_checkpoint is called"
         intervals.say(self.checkpointer, every_n_steps, skip_every_n_steps, own)

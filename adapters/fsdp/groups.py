@@ -152,7 +152,7 @@ class Member:
         newest = self.checkpointer.adapting.newest_step()
         if newest is None:
             return []
-        return [*(one for one in steps if one < newest), newest] if wanted is None else [wanted]
+        return [*(step for step in steps if step < newest), newest] if wanted is None else [wanted]
 
     def close(self) -> None:
         self.checkpointer.close()
@@ -182,10 +182,10 @@ class Ranker:
     """
 
     def __init__(self, model: torch.nn.Module, part: str | None = None):
-        said: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, tuple(sorted(_replicas(model))) if part is None else part)
-        alike = [tuple(rank for rank, other in enumerate(said) if other == one) for one in said]
-        self._groups = [list(ranks) for ranks in sorted(set(said if part is None else alike))]
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, tuple(sorted(_replicas(model))) if part is None else part)
+        alike = [tuple(rank for rank, other in enumerate(parts) if other == part_of_rank) for part_of_rank in parts]
+        self._groups = [list(ranks) for ranks in sorted(set(parts if part is None else alike))]
         self.shard = next(n for n, ranks in enumerate(self._groups) if dist.get_rank() in ranks)
 
     def get_rep_groups(self) -> list[list[int]]:
@@ -227,10 +227,10 @@ def _places(model: torch.nn.Module) -> Iterator[tuple[set[int], set[int], set[in
             across = getattr(module, "_inter_node_pg", None)  # that of hybrid sharding
             alike = {me} if across is None else set(dist.get_process_group_ranks(across))
             flat = None if module._handle is None else module._handle.flat_param
-            its = () if flat is None else (flat, *(flat._params or ()))
+            flat_parameters = () if flat is None else (flat, *(flat._params or ()))
             if module.sharding_strategy is ShardingStrategy.NO_SHARD:
                 alike = ranks
-            yield {id(param) for param in its}, alike, ranks | alike
+            yield {id(param) for param in flat_parameters}, alike, ranks | alike
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             yield {id(parameter)}, _alike(parameter), set(parameter.device_mesh.mesh.flatten().tolist())
@@ -238,8 +238,8 @@ def _places(model: torch.nn.Module) -> Iterator[tuple[set[int], set[int], set[in
 
 def _alike(parameter: DTensor) -> set[int]:
     """Give the ranks of a parameter's mesh that hold the same part of the parameter."""
-    mesh, mine = parameter.device_mesh, parameter.device_mesh.get_coordinate()
-    assert mine is not None, "this rank is not in the mesh of its own parameter"
+    mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not in the mesh of its own parameter"
     part = tuple(slice(None) if placement.is_replicate() else place
-                 for place, placement in zip(mine, parameter.placements, strict=True))  # fmt: skip
+                 for place, placement in zip(coordinate, parameter.placements, strict=True))  # fmt: skip
     return set(mesh.mesh[part].flatten().tolist())

@@ -74,7 +74,7 @@ class Replay:
         _check(model, every, bound, on_mismatch)
         self._ring = Ring(group, seed)
         settings = self._ring.tell((every, bound, seed))
-        if any(one != settings[0] for one in settings):
+        if any(setting != settings[0] for setting in settings):
             raise ConfigError("every=, bound= and seed= must be the same on all ranks of the group",
                               expected=str(settings[0]), found=str(settings))  # fmt: skip
 
@@ -146,7 +146,7 @@ class Replay:
             first, second = (places[(ring.place + distance) % ring.size] for distance in distances)
             culprit, reason = judge(passes, subject, (first, second), self._bound)
             mine = [Mismatch(step, tuple(found), max(found.values()), subject, first, culprit, reason)]
-        return [one for theirs in ring.tell(mine) for one in theirs]
+        return [mismatch for mismatches in ring.tell(mine) for mismatch in mismatches]
 
     def _say(self, ring: Ring, step: int, most: float | None) -> None:
         """Report what was found, by a log line of the first rank, an exception or a call on all ranks."""
@@ -159,11 +159,11 @@ class Replay:
                 log.info("step %d was computed again by other ranks: %s", step, result)
             return
         more = f"\n  and {len(found) - _SAID} more" if len(found) > _SAID else ""
-        text = "\n  ".join(str(one) for one in found[:_SAID]) + more
+        text = "\n  ".join(str(mismatch) for mismatch in found[:_SAID]) + more
         if callable(self._on_mismatch):
             self._on_mismatch(found)
         elif self._on_mismatch == "raise":
-            wrong = next((one.culprit for one in found if one.culprit), None)
+            wrong = next((mismatch.culprit for mismatch in found if mismatch.culprit), None)
             rank, node = (wrong.rank, wrong.host) if wrong else (None, None)
             raise ReplayMismatch(f"a rank computes wrongly: {text}", step=step, tensor=found[0].names[0], rank=rank,
                                  node=node)  # fmt: skip
@@ -200,7 +200,7 @@ def _check(model: nn.Module, every: int, bound: float, on_mismatch: Any) -> None
         raise ConfigError("bad setting on_mismatch", expected='"warn", "raise" or a function', found=on_mismatch)
     if not dist.is_initialized():
         raise ConfigError("a replay needs torch.distributed: call init_process_group first")
-    if any(isinstance(one, FullyShardedDataParallel) for one in model.modules()):
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ConfigError("FSDP1 reduces gradients before a replay can see them: use FSDP2", expected="fully_shard")
 
 
@@ -212,7 +212,7 @@ def _agree(ring: Ring, step: int, problem: str) -> None:
 
 
 def _here(model: nn.Module) -> Place:
-    device = next((one.device for one in model.parameters()), torch.device("cpu"))
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     name = str(device)
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
@@ -302,21 +302,21 @@ def judge(passes: Sequence[Signatures], subject: Place, witnesses: tuple[Place, 
     def same(one: Signatures, other: Signatures) -> bool:
         return not differing(one, other, bound)
 
-    told, steady = same(step, again), same(first, second)
+    is_steady, agree = same(step, again), same(first, second)
     if witnesses[0] == subject:
         return subject, "it computed both"
     if witnesses[0] != witnesses[1]:
         if same(step, second):
             return witnesses[0], f"{witnesses[1]} got the same bits as {subject}"
-        if steady:
-            now = "the same bits again" if told else "other bits than in its step"
+        if agree:
+            now = "the same bits again" if is_steady else "other bits than in its step"
             why = f"{witnesses[1]} got the same bits as {witnesses[0]}; when {subject} computed once more, it got {now}"
             return subject, why
-        return None, "no two of three ranks got the same bits" + ("" if told else _LIKELY)
-    if told == steady:
-        return None, "each of the two gets the same bits every time, and there is no third rank" if told else (
+        return None, "no two of three ranks got the same bits" + ("" if is_steady else _LIKELY)
+    if is_steady == agree:
+        return None, "each of the two gets the same bits every time, and there is no third rank" if is_steady else (
             "each of the two got other bits than before when it computed once more" + _LIKELY)  # fmt: skip
-    wrong, right = (witnesses[0], subject) if told else (subject, witnesses[0])
+    wrong, right = (witnesses[0], subject) if is_steady else (subject, witnesses[0])
     return wrong, f"when it computed once more, it got other bits than before, and {right} got the same bits"
 
 
@@ -406,11 +406,11 @@ class Ring:
         rank: int = self.ranks[(self.place + distance) % self.size]
         return rank
 
-    def tell(self, mine: Any) -> list[Any]:
+    def tell(self, value: Any) -> list[Any]:
         """Gather a value from each rank of the group, in its order, on all of them. Collective over the group."""
-        said: list[Any] = [None] * self.size
-        dist.all_gather_object(said, mine, group=self._group)
-        return said
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def pass_on(self, content: bytes, distance: int) -> bytes:
         """Send bytes to the rank at this distance, and receive from the rank at the same distance before this one.
@@ -510,8 +510,8 @@ class Synced:
 
     def __init__(self, model: nn.Module):
         self._found = [
-            (one, bool(one.require_forward_param_sync), bool(one.will_sync_module_buffers()))
-            for one in model.modules() if isinstance(one, DistributedDataParallel)
+            (module, bool(module.require_forward_param_sync), bool(module.will_sync_module_buffers()))
+            for module in model.modules() if isinstance(module, DistributedDataParallel)
         ]  # fmt: skip
 
     def __bool__(self) -> bool:

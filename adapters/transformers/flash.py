@@ -80,8 +80,8 @@ class MLFlashCallback(TrainerCallback):
         if not self._enabled:
             _begin_afresh_or_resume(trainer)
             return
-        others = [one for one in trainer.callback_handler.callbacks if isinstance(one, MLFlashCallback)]
-        if any(one is not self and one._enabled for one in others):
+        others = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, MLFlashCallback)]
+        if any(callback is not self and callback._enabled for callback in others):
             raise ConfigError("this Trainer has an MLFlashCallback already, and two would write to the same memory: "
                               "leave one out")  # fmt: skip
         train = trainer.train
