@@ -107,8 +107,7 @@ class Flash:
         self.checkpointer = self._open()
         self._save, self._load = engine.save_checkpoint, engine.load_checkpoint
         self._files = OwnFiles(engine, self.checkpointer, self._save) if in_background else None
-        methods = replaced(engine, save_checkpoint=self._save_checkpoint, load_checkpoint=self._load_checkpoint)
-        self._methods.enter_context(methods)
+        self._methods = replaced(engine, save_checkpoint=self._save_checkpoint, load_checkpoint=self._load_checkpoint)
         self._methods.enter_context(steps_once_staged(engine, self.wait_staged))
         own = "save_if_needed or engine.save_checkpoint is called"
         intervals.say(self.checkpointer, every_n_steps, skip_every_n_steps, own)

@@ -32,6 +32,8 @@ from ..newest import OnDisk
 from ..replacing import replaced
 from .states import Found, State, has_ended, state_of
 
+log = logging.getLogger("mlflash")
+
 
 class MLFlashCallback(TrainerCallback):
     """Saves a Trainer's training in memory. Give it to the Trainer when you make the Trainer.
@@ -347,9 +349,6 @@ class OwnFiles:
 # Choose the checkpoint that a training starts from: the newest of memory, the directory and the Trainer's own.
 
 
-log = logging.getLogger("mlflash")
-
-
 def start_from(checkpointer: Checkpointer, output_dir: str, whole: str) -> Found | str | bool | None:
     """Find the newest checkpoint. If one of mlflash and one of the Trainer are equally new, take that of mlflash.
 
@@ -367,7 +366,6 @@ def start_from(checkpointer: Checkpointer, output_dir: str, whole: str) -> Found
     Raises:
         Unrestorable: mlflash has checkpoints, but none can be loaded, and the Trainer has written none.
     """
-    disk: OnDisk
     disk, is_empty = checkpointer.adapting.seen_by_first(lambda: _look(Path(output_dir), whole))
     step = checkpointer.adapting.newest_step(disk.path)
     found = None if step is None else _in_memory(checkpointer, step)
