@@ -239,11 +239,11 @@ def _refused(ranks: _Ranks, given: tuple[int, int], init_method: Any, timeout: A
         return ConfigError(f"store: {_LEAVE_OUT}", expected="None", found=type(store).__name__)
     if not isinstance(timeout, datetime.timedelta):
         return ConfigError("timeout", expected="a datetime.timedelta", found=timeout)
-    mine = (ranks.rank, ranks.size)
-    if any(one not in (-1, real) for one, real in zip(given, mine, strict=True)):
+    launched_as = (ranks.rank, ranks.size)
+    if any(argument not in (-1, real) for argument, real in zip(given, launched_as, strict=True)):
         return WorldMismatch(
             "rank and world_size are not those of the launcher: leave them out, or give the communicator that has them "
-            "(comm=)", rank=mine[0], expected=f"rank {mine[0]} of {mine[1]}, or -1 of -1",
+            "(comm=)", rank=launched_as[0], expected=f"rank {launched_as[0]} of {launched_as[1]}, or -1 of -1",
             found=f"rank {given[0]} of {given[1]}",
         )  # fmt: skip
     return None
@@ -263,16 +263,16 @@ def _on_this_node(store: Any, ranks: _Ranks, refused: MlflashError | None) -> tu
     its error.
     """
     host = socket.gethostname()
-    told = dist.PrefixStore("mlflash", store)
-    told.set(str(ranks.rank), pickle.dumps((host, refused)))
-    said = [pickle.loads(one) for one in told.multi_get([str(rank) for rank in range(ranks.size)])]
-    errors = [error for _, error in said if error is not None]
+    answers = dist.PrefixStore("mlflash", store)
+    answers.set(str(ranks.rank), pickle.dumps((host, refused)))
+    ranks_said = [pickle.loads(packed) for packed in answers.multi_get([str(rank) for rank in range(ranks.size)])]
+    errors = [error for _, error in ranks_said if error is not None]
     if errors:
-        if told.add("heard", 1) == ranks.size:
-            told.set("all have heard", "")
+        if answers.add("heard", 1) == ranks.size:
+            answers.set("all have heard", "")
         if ranks.rank == 0:  # the store is in this process
             with contextlib.suppress(RuntimeError):
-                told.wait(["all have heard"])
+                answers.wait(["all have heard"])
         raise errors[0]
-    hosts = [name for name, _ in said]
+    hosts = [name for name, _ in ranks_said]
     return list(dict.fromkeys(hosts)).index(host), hosts[: ranks.rank].count(host), hosts.count(host)

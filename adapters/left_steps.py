@@ -44,10 +44,10 @@ def forget_step(model: nn.Module, buckets: Sequence[str] = ()) -> None:
 
 def buckets_of(model: nn.Module) -> list[str]:
     """Give the order in which each DDP in a model sends gradients, as torch writes it. "" before it is fixed."""
-    found = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
+    modules = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     # A new reducer does not report it before its third step, but it uses the buckets that it was given.
-    return [str(one._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices") or getattr(one, _GIVEN, ""))
-            for one in found]  # fmt: skip
+    return [str(module._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices") or getattr(module, _GIVEN, ""))
+            for module in modules]  # fmt: skip
 
 
 def _make_reducer(module: DistributedDataParallel, buckets: str) -> None:
@@ -55,7 +55,7 @@ def _make_reducer(module: DistributedDataParallel, buckets: str) -> None:
     names = module._build_debug_param_to_name_mapping(parameters)
     choose = dist._compute_bucket_assignment_by_size
     setattr(module, _GIVEN, buckets)
-    given = [[int(number) for number in one.split()] for one in buckets.split(",") if one.strip()]
+    given = [[int(number) for number in bucket.split()] for bucket in buckets.split(",") if bucket.strip()]
     if given:  # torch reads them from last to first
         dist._compute_bucket_assignment_by_size = lambda *_: (given[::-1], [module.bucket_bytes_cap] * len(given))
     try:
@@ -70,8 +70,8 @@ def _forget_shards(module: FSDPModule) -> None:
     state: Any = module._get_fsdp_state()
     if not state._is_root:  # its root does it, or it has never run
         return
-    for one in state._state_ctx.all_states:
-        for group in one._fsdp_param_groups:
+    for unit in state._state_ctx.all_states:
+        for group in unit._fsdp_param_groups:
             group._all_gather_result = None  # its collective has failed: waiting for it would raise the error again
             for parameter in group.fsdp_params:
                 _forget_gradient(parameter)

@@ -78,5 +78,5 @@ def use(checkpoint_config: Any, redundancy: str | None = None, enabled: bool = T
 
 def _let_warnings_through() -> None:
     """Take back that Bridge, by default, drops the warnings of all loggers: those of mlflash say what may be lost."""
-    for one in [one for one in log.filters if getattr(one, "__name__", "") == "warning_filter"]:
-        log.removeFilter(one)
+    for added in [known for known in log.filters if getattr(known, "__name__", "") == "warning_filter"]:
+        log.removeFilter(added)

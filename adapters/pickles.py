@@ -35,7 +35,7 @@ def allow(*classes: Any) -> None:
     Not collective. Call it before a save or a load. Any checkpoint may then call them with any arguments and any state.
     So do not allow a class that opens files or starts something when it is made.
     """
-    _allowed.update((one.__module__, one.__qualname__) for one in classes)
+    _allowed.update((allowed.__module__, allowed.__qualname__) for allowed in classes)
 
 
 def dump(value: Any) -> tuple[bytes, list[torch.Tensor]]:

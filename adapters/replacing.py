@@ -38,7 +38,7 @@ def replaced(target: Any, /, **instead: Any) -> contextlib.ExitStack:
     if missing := [name for name in instead if not hasattr(target, name)]:
         name = getattr(target, "__qualname__", getattr(target, "__name__", type(target).__qualname__))
         raise ConfigError("this version of the framework lacks attributes that mlflash replaces: install an older or a "
-                          "newer version of it", expected=[f"{name}.{one}" for one in missing])  # fmt: skip
+                          "newer version of it", expected=[f"{name}.{attribute}" for attribute in missing])  # fmt: skip
     with contextlib.ExitStack() as stack:
         for name, new in instead.items():
             stack.callback(_Replacement(target, name, new).undo)
@@ -55,9 +55,9 @@ class _Replacement:
 
     def undo(self) -> None:
         del _in_place[self._number]
-        for number, one in sorted(_in_place.items()):
-            if number > self._number and one._is_on(self):
-                one._before = self._before
+        for number, replacement in sorted(_in_place.items()):
+            if number > self._number and replacement._is_on(self):
+                replacement._before = self._before
                 return
         if vars(self._target).get(self._name, _INHERITED) is not self._new:
             return

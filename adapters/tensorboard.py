@@ -27,15 +27,15 @@ class Scalars:
 
         Also call it at the end of training, after `Checkpointer.wait`.
         """
-        ended = [one for one in self._open if one.done]
-        self._open = [one for one in self._open if one not in ended]
-        for one in ended:
+        ended = [snapshot for snapshot in self._open if snapshot.done]
+        self._open = [snapshot for snapshot in self._open if snapshot not in ended]
+        for snapshot in ended:
             values = {
-                "stall_s": one.stall_s,
-                "commit_s": one.commit_s,
-                "nbytes": one.nbytes,
-                "failed": not one.committed,
+                "stall_s": snapshot.stall_s,
+                "commit_s": snapshot.commit_s,
+                "nbytes": snapshot.nbytes,
+                "failed": not snapshot.committed,
             }
             for name, value in values.items():
                 if value is not None:
-                    self._writer.add_scalar(f"mlflash/{name}", float(value), one.step)
+                    self._writer.add_scalar(f"mlflash/{name}", float(value), snapshot.step)

@@ -39,6 +39,7 @@ from mlflash.checkpointer.off import turned_off
 from mlflash.errors import ConfigError, StructureMismatch
 
 from . import intervals
+from .newest import OnDisk, newest_in_memory
 
 log = logging.getLogger("mlflash")
 
@@ -127,28 +128,25 @@ class MemoryCheckpointManager(CheckpointManager):
     def _load(self, step: int = -1) -> bool:
         if self._flash is None:
             return bool(super()._load(step))
-        on_disk = self._step_on_disk(self._flash, step)
+        disk: OnDisk = self._flash.adapting.seen_by_first(lambda: self._look(step))
         held: int | None
         if step == -1:
-            held = self._flash.adapting.newest_step(f"step {on_disk} on disk" if on_disk >= 0 else None)
+            held = newest_in_memory(self._flash, disk)
         else:  # a step that the user names should be in the folder
-            held = step if on_disk < 0 and step in self._flash.steps() else None
-        # If both are equally new, take memory, which also has the random number state.
-        if held is not None and held >= on_disk:
+            held = step if disk.path is None and step in self._flash.steps() else None
+        if held is not None:
             self._restore(self._flash, held)
             return True
         self._draw_from(None)
-        return bool(super()._load(on_disk if step == -1 else step))
+        return bool(super()._load(step if disk.step is None else disk.step))
 
-    def _step_on_disk(self, flash: Checkpointer, step: int) -> int:
-        """Find the newest step on disk, or look for the given one, on rank 0. -1: none. Collective."""
-
-        def look() -> int:
-            if step == -1:
-                return int(self._find_load_step())
-            return step if filesystem.isfile(filesystem.join(self._create_checkpoint_id(step), ".metadata")) else -1
-
-        return int(flash.adapting.seen_by_first(look))
+    def _look(self, step: int) -> OnDisk:
+        """Find the newest step on disk (-1), or the given one."""
+        if step == -1:
+            step = int(self._find_load_step())
+        elif not filesystem.isfile(filesystem.join(self._create_checkpoint_id(step), ".metadata")):
+            step = -1
+        return OnDisk(None) if step < 0 else OnDisk(f"step {step} on disk", step)
 
     def _restore(self, flash: Checkpointer, step: int) -> None:
         """Restore a step from memory or the directory."""

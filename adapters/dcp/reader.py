@@ -209,15 +209,15 @@ class _Catalog:
 
     def _add(self, rank: int, old: OldRank) -> None:
         if INDEX not in old.told:
-            here = {(e.name, e.offset): number for number, e in enumerate(old.entries) if _torch_dtype(e) is not None}
+            numbers = {(e.name, e.offset): n for n, e in enumerate(old.entries) if _torch_dtype(e) is not None}
             self.plain |= {path: decode_plain(value) for path, value in old.plain.items() if path not in self.plain}
-            self._written |= dict.fromkeys(here)
+            self._written |= dict.fromkeys(numbers)
         else:
-            index, here = Index.decode(old.told[INDEX]), keys_of(old.tree)
+            index, numbers = Index.decode(old.told[INDEX]), keys_of(old.tree)
             self._written |= dict.fromkeys(index.tensors)
             self._planner_data = index.kept() or self._planner_data
             self.bytes |= {name: (rank, BYTES_NUMBER, *place) for name, place in index.parts.items()}
-        for key, number in here.items():
+        for key, number in numbers.items():
             self.chunks.setdefault(key, []).append((rank, number, old.entries[number]))
 
 
@@ -246,7 +246,7 @@ class _Reading:
                 yield from self._bytes(item)
             else:
                 tensors.append((item, self._catalog.source(item)))
-        for item, place in sorted(tensors, key=lambda one: one[1][0]):
+        for item, place in sorted(tensors, key=lambda tensor: tensor[1][0]):
             yield from self._tensor(item, *place)
 
     def finish(self) -> None:

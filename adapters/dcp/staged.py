@@ -135,8 +135,8 @@ class Staged:
     @functools.cached_property
     def _chunks(self) -> dict[Key, Chunk]:
         """The staged tensors by key. The planner's thread makes this, so that training does not wait for it."""
-        its = zip(self._keys, self._kept, self._shapes, strict=True)
-        return {key: Chunk(key, kept, shape) for key, kept, shape in its}
+        tensors = zip(self._keys, self._kept, self._shapes, strict=True)
+        return {key: Chunk(key, kept, shape) for key, kept, shape in tensors}
 
     @functools.cached_property
     def _memory(self) -> set[int]:
@@ -247,7 +247,7 @@ def _has_room(flat: Flat, room: tuple[int, int]) -> bool:
 
 def _are_same(some: list[torch.Tensor], others: list[Any]) -> bool:
     return len(some) == len(others) and all(
-        isinstance(other, torch.Tensor) and _is_same(one, other) for one, other in zip(some, others, strict=True)
+        isinstance(other, torch.Tensor) and _is_same(tensor, other) for tensor, other in zip(some, others, strict=True)
     )
 
 

@@ -326,10 +326,10 @@ class _IdleWriter(MemoryWriter):
 
 def _collect(plan: SavePlan, planner: SavePlanner, staged: Collection[Staged], child: bool) -> _Written:
     """Collect what the plan names, without touching what is staged already."""
-    lazy = [one for one in staged if one.is_lazy]
+    lazy = [state for state in staged if state.is_lazy]
     if lazy and not _is_known(planner):
-        for one in lazy:
-            one.give_up()
+        for state in lazy:
+            state.give_up()
         why = "this planner may read tensors while they are still being copied: leave out until="
         raise StateError(why, found=type(planner))
     written = _Written([], {}, [])
@@ -350,18 +350,18 @@ def _collect(plan: SavePlan, planner: SavePlanner, staged: Collection[Staged], c
             raise StateError(why, tensor=changed[0])
         written.token = next((token for token in tokens.values() if token is not None), 0)
         return written
-    for one in staged:
-        if found and all(one.has(key, tensor) for key, tensor, _ in found):
-            written.token = one.token
+    for state in staged:
+        if found and all(state.has(key, tensor) for key, tensor, _ in found):
+            written.token = state.token
             return written
     for key, tensor, item in found:
         assert item.tensor_data is not None
-        theirs = [one for one in staged if one.touches(tensor)]
-        for one in theirs:
-            one.finish()
-        value = tensor.clone() if theirs else tensor  # or source and destination of the copy could be the same
-        for one in theirs:
-            one.check()
+        touched = [state for state in staged if state.touches(tensor)]
+        for state in touched:
+            state.finish()
+        value = tensor.clone() if touched else tensor  # or source and destination of the copy could be the same
+        for state in touched:
+            state.check()
         written.chunks.append(Chunk(key, value, tuple(item.tensor_data.size)))
     return written
 

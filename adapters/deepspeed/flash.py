@@ -16,6 +16,7 @@ from mlflash.checkpointer.off import turned_off
 from mlflash.errors import ConfigError, StepNotFound, StructureMismatch, Unrestorable, WorldSizeChanged
 
 from .. import intervals
+from ..newest import OnDisk
 from ..replacing import replaced
 from .files import (
     OTHER_RANKS,
@@ -106,8 +107,7 @@ class Flash:
         self.checkpointer = self._open()
         self._save, self._load = engine.save_checkpoint, engine.load_checkpoint
         self._files = OwnFiles(engine, self.checkpointer, self._save) if in_background else None
-        mine = replaced(engine, save_checkpoint=self._save_checkpoint, load_checkpoint=self._load_checkpoint)
-        self._methods.enter_context(mine)
+        self._methods = replaced(engine, save_checkpoint=self._save_checkpoint, load_checkpoint=self._load_checkpoint)
         self._methods.enter_context(steps_once_staged(engine, self.wait_staged))
         own = "save_if_needed or engine.save_checkpoint is called"
         intervals.say(self.checkpointer, every_n_steps, skip_every_n_steps, own)
@@ -231,17 +231,17 @@ class Flash:
             self._files.files.finish()
         if not self._engine.load_universal_checkpoint():
             assert self.checkpointer is not None
-            on_disk = self.checkpointer.adapting.seen_by_first(lambda: step_on_disk(self._engine, load_dir, tag))
+            step = self.checkpointer.adapting.seen_by_first(lambda: step_on_disk(self._engine, load_dir, tag))
+            disk = OnDisk(None if step is None else f"step {step} in {load_dir}", step)
             found = None
             try:
                 found = self._read() if tag is None else self._read_tag(str(tag))
             except WorldSizeChanged as error:
-                if on_disk is None or error.step is None or on_disk <= error.step:
+                if error.step is None or not disk.is_newer(error.step):
                     raise
             except Unrestorable as error:  # the same on all ranks
-                instead = None if on_disk is None else f"step {on_disk} in {load_dir}"
-                self.checkpointer.adapting.go_on_instead(error, instead)
-            if found is not None and (on_disk is None or on_disk <= found[0]):
+                self.checkpointer.adapting.go_on_instead(error, disk.path)
+            if found is not None and not disk.is_newer(found[0]):
                 return self._give(*found, options)
         result = self._load(load_dir, tag, **options)
         self._calls = 0

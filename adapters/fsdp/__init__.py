@@ -1,8 +1,7 @@
 """Local, sharded and full state of FSDP models, with the calls of SageMaker's SMP library.
 
     states        make and load state dicts of model and optimizer: local, sharded, full
-    groups        give the ranks of a process group their own Checkpointer and gloo groups
-    ranker        find out which ranks hold the same shard
+    groups        find out which ranks hold the same shard, and give process groups their own Checkpointer
     checkpoints   async_save, maybe_finalize_async_calls, load
 
 Example:
@@ -17,7 +16,7 @@ Example:
 """
 
 from .checkpoints import Checkpoints, DistributedFileSystemReader
-from .ranker import Ranker
+from .groups import Ranker
 from .states import (
     full_state_dict,
     init_optim_state,

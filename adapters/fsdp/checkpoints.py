@@ -157,13 +157,13 @@ class Checkpoints:
         if not self.enabled and _ranks_of(process_group) not in self._groups:
             return  # nothing was ever saved to a URL
         group = self._group(process_group)
-        mine = [done for owner, done in self._calls if owner is group]
-        if not blocking and mine:
-            ended = torch.tensor([int(done.done()) for done in mine])
+        saves = [done for owner, done in self._calls if owner is group]
+        if not blocking and saves:
+            ended = torch.tensor([int(done.done()) for done in saves])
             dist.all_reduce(ended, dist.ReduceOp.MIN, group=group.status)
-            mine = [done for done, all_ended in zip(mine, ended.tolist(), strict=True) if all_ended]
-        self._calls = [call for call in self._calls if not any(call[1] is done for done in mine)]
-        errors = [error for done in mine if (error := done.exception()) is not None]
+            saves = [done for done, all_ended in zip(saves, ended.tolist(), strict=True) if all_ended]
+        self._calls = [call for call in self._calls if not any(call[1] is done for done in saves)]
+        errors = [error for done in saves if (error := done.exception()) is not None]
         if errors:
             raise SaveFailed(f"a checkpoint was not saved: {errors[0]}") from errors[0]
 
@@ -497,7 +497,7 @@ def to_fill(metadata: Metadata, key: str, process_group: Any) -> dict[str, Any]:
     devices = [f"{kind}:{rank % torch.cuda.device_count()}" if kind == "cuda" else kind for rank in ranks]
     spec: Any = ChunkShardingSpec
     spec = spec(dim=0, placements=[f"rank:{rank}/{device}" for rank, device in zip(ranks, devices, strict=True)])
-    mine = devices[dist.get_rank(process_group)]
+    device = devices[dist.get_rank(process_group)]
     found: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():
         if metadata.planner_data[name][0] != key:
@@ -505,7 +505,7 @@ def to_fill(metadata: Metadata, key: str, process_group: Any) -> dict[str, Any]:
         if isinstance(entry, BytesStorageMetadata):
             found[name] = None
         elif entry.size.numel() == 1:
-            found[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device=mine)
+            found[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
         else:
             found[name] = sharded_tensor.empty(
                 spec, entry.size, dtype=entry.properties.dtype, process_group=process_group
@@ -534,8 +534,8 @@ def refuse_missing_shards(state_dict: Mapping[str, Any], ranks: Sequence[int]) -
         if not isinstance(value, DTensor) or (kind := (value.device_mesh, *value.placements)) in whole:
             continue
         mesh, placements = value.device_mesh.mesh, value.placements
-        places = [[slice(None)] if one.is_replicate() else range(size)
-                  for one, size in zip(placements, mesh.shape, strict=True)]  # fmt: skip
+        places = [[slice(None)] if placement.is_replicate() else range(size)
+                  for placement, size in zip(placements, mesh.shape, strict=True)]  # fmt: skip
         for place in itertools.product(*places):
             if not set(mesh[place].flatten().tolist()) & set(ranks):
                 raise StateError(
@@ -564,8 +564,8 @@ def warn_of_unlike(state_dict: Mapping[str, Any], ranks: Sequence[int], group: A
             if known != digest:
                 unlike.setdefault(name, (other, rank))
     if unlike and dist.get_rank() == min(ranks):
-        name, (one, other) = next(iter(unlike.items()))
+        name, (rank, other) = next(iter(unlike.items()))
         log.warning("%d tensors, such as %s on ranks %d and %d, differ between ranks that save them together. They are "
                     "not DTensors, so they count as the same, and one rank's values are saved for all. If they should "
                     "differ, as experts do, save them under an id of their own, on the ranks that hold the same values",
-                    len(unlike), name, one, other)  # fmt: skip
+                    len(unlike), name, rank, other)  # fmt: skip

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 
-from .ranker import with_other_shards
+from .groups import with_other_shards
 
 DEGREE = "sharded over "
 """Begins the key that says over how many ranks a local state dict is sharded, as in ``"sharded over 8"``."""
@@ -75,12 +75,12 @@ def load_local_state_dict(
         group.update({key: value for key, value in saved.items() if key != "params"})
     numbers = dict(enumerate(p for g in optimizer.param_groups for p in g["params"]))
     for number, values in loaded["state"].items():
-        mine = optimizer.state[numbers[number]]
+        own = optimizer.state[numbers[number]]
         for key, value in values.items():
             if not isinstance(value, torch.Tensor):
-                mine[key] = value
-            elif _local(mine[key]).data_ptr() != value.data_ptr():
-                _local(mine[key]).copy_(value)
+                own[key] = value
+            elif _local(own[key]).data_ptr() != value.data_ptr():
+                _local(own[key]).copy_(value)
 
 
 def sharded_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:

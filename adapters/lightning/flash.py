@@ -24,7 +24,7 @@ from mlflash.checkpointer.off import turned_off
 from mlflash.errors import ConfigError
 
 from .. import intervals
-from ..on_disk import OnDisk, newest_complete
+from ..newest import OnDisk, newest_complete, newest_in_memory
 from ..replacing import replaced
 from .checkpoint_io import PREFIX, step_of_path
 from .loops import OwnSaves, at_step_ends, go_on, restore_together
@@ -181,13 +181,12 @@ def _choose(trainer: Any, checkpointer: Checkpointer, path: Any) -> tuple[int | 
     if path is not None and str(path).startswith(PREFIX):
         return step_of_path(checkpointer, str(path)), path
     disk = checkpointer.adapting.seen_by_first(lambda: _look(path)) if path else OnDisk(None)
-    instead = disk.path or (f"step {trainer.global_step}, where this trainer is" if trainer.global_step else None)
-    newest = checkpointer.adapting.newest_step(instead)
-    theirs = disk.path or path  # if it is incomplete and the only one, Lightning raises its error
+    instead = f"step {trainer.global_step}, where this trainer is" if trainer.global_step else None
+    newest = newest_in_memory(checkpointer, disk, instead)
     # a second call of `fit` continues with the state of this trainer
     if newest is None or newest <= trainer.global_step:
-        return None, theirs
-    return (None, theirs) if disk.step is not None and disk.step > newest else (newest, path)
+        return None, disk.path or path  # if it is incomplete and the only one, Lightning raises its error
+    return newest, path
 
 
 # Checkpoints that Lightning wrote to disk

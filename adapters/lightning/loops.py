@@ -112,7 +112,7 @@ class OwnSaves:
 
     def say_when(self) -> None:
         """Log which steps will be saved in memory. Not collective."""
-        named = ", ".join(type(one).__name__ for one in self._trainer.checkpoint_callbacks)
+        named = ", ".join(type(callback).__name__ for callback in self._trainer.checkpoint_callbacks)
         why = ("the Trainer has no ModelCheckpoint, and nothing has called trainer.save_checkpoint so far. Set "
                "every_n_steps=... of the callback to save")  # fmt: skip
         intervals.say(self._checkpointer, self._every, self._skip, f"Lightning saves ({named})", "" if named else why)

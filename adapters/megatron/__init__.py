@@ -2,9 +2,8 @@
 
     nvrx          the classes that Megatron looks for: NVRx's own, or classes of the same names
     request       a save in the background, for Megatron's queue
-    local         the manager of local checkpoints
+    local         the manager of local checkpoints, and let Megatron's own use it
     persistent    Megatron's own checkpoints on disk; say at the end what is in memory only
-    install       let Megatron's own local checkpoints use mlflash
     padding       keep padding out of the optimizer's state
     shards        `dist_checkpointing.save` and `load`, in any layout
     easy          save every so many iterations, with EasyCkpt's calls
@@ -19,8 +18,7 @@ import importlib
 from typing import Any
 
 from ..pickles import allow
-from .install import checkpointing_context, install
-from .local import LocalCheckpoints
+from .local import LocalCheckpoints, checkpointing_context, install
 from .nvrx import CheckpointingException, work_without_nvrx
 from .request import AsyncRequest
 

@@ -227,8 +227,8 @@ def _load(model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str, s
 
 def _put(state: Any, common: Any, model: Any, optimizer: Any, opt_param_scheduler: Any, strict: bool) -> None:
     """Put what was loaded into the objects of the training. None: skip that object."""
-    for number, one in enumerate([] if model is None else _listed(model)):
-        _unwrapped(one).load_state_dict(state[f"model{number}"], strict=strict)
+    for number, chunk in enumerate([] if model is None else _listed(model)):
+        _unwrapped(chunk).load_state_dict(state[f"model{number}"], strict=strict)
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
     if opt_param_scheduler is not None:
@@ -333,9 +333,9 @@ def _end_pending(running: _Running) -> None:
 
 def _told_by_first(look: Callable[[], Any]) -> Any:
     """Tell all ranks what rank 0 sees, through torch.distributed: if mlflash is off, there is no MPI. Collective."""
-    told = [look() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(told, 0)
-    return told[0]
+    seen = [look() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(seen, 0)
+    return seen[0]
 
 
 def _layout() -> dict[str, int]:
@@ -349,17 +349,17 @@ def _layout() -> dict[str, int]:
     }
 
 
-def _check(saved: dict[str, int], here: dict[str, int], concat: bool, iteration: int) -> None:
-    if saved == here:
+def _check(saved: dict[str, int], now: dict[str, int], concat: bool, iteration: int) -> None:
+    if saved == now:
         return
-    names = [name for name in {**here, **saved} if name != "ranks" and saved.get(name) != here.get(name)]
+    names = [name for name in {**now, **saved} if name != "ranks" and saved.get(name) != now.get(name)]
     if not concat:
         why = "another layout of ranks saved the checkpoint: concat=True loads another number of data-parallel ranks"
     elif names:
         why = f"concat=True loads another number of data-parallel ranks, but no other layout of: {', '.join(names)}"
     else:
         return
-    raise StructureMismatch(why, step=iteration, expected=saved, found=here)
+    raise StructureMismatch(why, step=iteration, expected=saved, found=now)
 
 
 def _state_of(model: Any, optimizer: Any, with_rng: bool, is_loading: bool = False) -> dict[str, Any]:
@@ -369,8 +369,8 @@ def _state_of(model: Any, optimizer: Any, with_rng: bool, is_loading: bool = Fal
                 "chained_optim_avoid_prefix": True, "dp_cp_group": group}  # fmt: skip
     # Without a prefix: the chunks of a virtual pipeline have layers of one model, which are numbered through.
     chunks = {
-        f"model{number}": _unwrapped(one).sharded_state_dict(prefix="", metadata=metadata)
-        for number, one in enumerate(_listed(model))
+        f"model{number}": _unwrapped(chunk).sharded_state_dict(prefix="", metadata=metadata)
+        for number, chunk in enumerate(_listed(model))
     }
     state: dict[str, Any] = dict(chunks)
     if optimizer is not None:
@@ -477,7 +477,7 @@ def changed_in_steps(chunks: Sequence[Any], optimizer: Any) -> Iterable[Any]:
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     if any(map(_is_gathered_late, chunks)) or not all(map(_is_known, parts)):
         return ()
-    return [one for chunk in chunks for one in chunk.parameters() if type(one.data) is torch.Tensor]
+    return [parameter for chunk in chunks for parameter in chunk.parameters() if type(parameter.data) is torch.Tensor]
 
 
 def _is_gathered_late(chunk: Any) -> bool:

@@ -44,24 +44,24 @@ def leave_out() -> None:
     optimizer = getattr(module, "DistributedOptimizer", None)
     for names, with_padding in ((_WITH_GAPS, _with_zeros), ((_IN_BUCKETS,), _at_right_places)):
         for name in names:
-            tell = getattr(optimizer, name, None)
-            if tell is not None and not hasattr(tell, "leaves_out_padding"):
-                told = with_padding(tell)
-                told.leaves_out_padding = True  # type: ignore[attr-defined]
-                setattr(optimizer, name, told)
+            before = getattr(optimizer, name, None)
+            if before is not None and not hasattr(before, "leaves_out_padding"):
+                method = with_padding(before)
+                method.leaves_out_padding = True  # type: ignore[attr-defined]
+                setattr(optimizer, name, method)
 
 
 def _with_zeros(tell: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(tell)
-    def told(*given: Any, **more: Any) -> Any:
+    def method(*given: Any, **more: Any) -> Any:
         state = tell(*given, **more)
         for tensors in _padding(state):
-            for one in tensors.values():
-                if (data := getattr(one, "data", None)) is not None:
+            for tensor in tensors.values():
+                if (data := getattr(tensor, "data", None)) is not None:
                     data.zero_()
         return state
 
-    return told
+    return method
 
 
 def _padding(state: Any) -> Iterator[dict[str, Any]]:
@@ -71,8 +71,8 @@ def _padding(state: Any) -> Iterator[dict[str, Any]]:
         if getattr(mark, "obj", mark) is True:
             yield state
     elif isinstance(state, dict | list):
-        for one in state.values() if isinstance(state, dict) else state:
-            yield from _padding(one)
+        for part in state.values() if isinstance(state, dict) else state:
+            yield from _padding(part)
 
 
 def _at_right_places(tell: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,7 +80,7 @@ def _at_right_places(tell: Callable[..., Any]) -> Callable[..., Any]:
     has_fault = "pad" in inspect.unwrap(tell).__code__.co_names  # it fills up with zeros what it does not find
 
     @functools.wraps(tell)
-    def told(own: Any, *given: Any, **more: Any) -> Any:
+    def method(own: Any, *given: Any, **more: Any) -> Any:
         before = [_padding_before(buffer) for buffer in own.buffers]
         if not any(map(any, before)):
             return tell(own, *given, **more)
@@ -96,7 +96,7 @@ def _at_right_places(tell: Callable[..., Any]) -> Callable[..., Any]:
                 _check(own, state)
         return state
 
-    return told
+    return method
 
 
 def _padding_before(buffer: Any) -> list[int]:

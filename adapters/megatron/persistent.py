@@ -43,10 +43,10 @@ def newest(given: Any, load_arg: str) -> tuple[int, str]:
 def iteration_in(directory: Any) -> int:
     """Find the newest iteration that Megatron itself saved in a directory. 0: none. Not collective."""
     try:
-        said = "" if directory is None else Path(directory, TRACKER).read_text().strip()
+        text = "" if directory is None else Path(directory, TRACKER).read_text().strip()
     except OSError:
         return 0
-    return int(said) if said.isdecimal() else 0
+    return int(text) if text.isdecimal() else 0
 
 
 def load(model: Sequence[Any], optimizer: Any, opt_param_scheduler: Any, which: str, strict: bool) -> int:

@@ -269,7 +269,7 @@ class _Directories:
             self._root = tempfile.mkdtemp(prefix="mlflash-megatron-")
             weakref.finalize(self, _delete, self._root, os.getpid())
         path = os.path.join(self._root, f"iter_{step:07d}")
-        self._paths = [one for one in self._paths if one != path]
+        self._paths = [kept for kept in self._paths if kept != path]
         for old in (path, *self._paths[: -_KEPT + 1]):
             shutil.rmtree(old, ignore_errors=True)
         self._paths = [*self._paths[-_KEPT + 1 :], path]

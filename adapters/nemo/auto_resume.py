@@ -18,7 +18,7 @@ from nemo.utils.app_state import AppState
 from nemo.utils.exp_manager import NotFoundError, _filter_out_unfinished_checkpoints
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..on_disk import TORN, OnDisk, newest_complete
+from ..newest import TORN, OnDisk, newest_complete
 from ..replacing import replaced
 from .memory import Memory
 
@@ -100,7 +100,7 @@ class MLFlashAutoResume(AutoResume):
             raise error
         theirs = disk.path if disk.is_other else theirs
         in_memory = self._memory.find(disk.path)
-        if in_memory is None or (disk.step is not None and disk.step > in_memory):
+        if in_memory is None or disk.is_newer(in_memory):
             return None, theirs, error
         log.info("going on from step %d in memory; on disk: %s", in_memory, theirs or error or "nothing")
         return in_memory, theirs, error

@@ -224,8 +224,8 @@ class OwnFiles:
         if trainer.strategy.async_save:
             raise ConfigError("NeMo already writes checkpoints in the background: leave out in_background, or give the "
                               "MegatronStrategy ckpt_async_save=False")  # fmt: skip
-        callbacks = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-        if any(one._ema_callback(trainer) is not None for one in callbacks):
+        callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+        if any(callback._ema_callback(trainer) is not None for callback in callbacks):
             raise ConfigError("NeMo writes a second checkpoint, of moving averages (EMA), which in_background cannot "
                               "move: leave out in_background")  # fmt: skip
         self._strategy, self._files = trainer.strategy, checkpointer.adapting.own_files()

@@ -84,14 +84,14 @@ def wrap_trainer_and_auto_resume_with_mlflash(
 
 def _enabled_callback(trainer: Any, enabled: bool) -> MLFlashCheckpointCallback | None:
     """Give the first callback that saves. With ``enabled`` False or ``MLFLASH_DISABLE=1`` turn all of them off."""
-    callbacks = [one for one in trainer.callbacks if isinstance(one, MLFlashCheckpointCallback)]
+    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, MLFlashCheckpointCallback)]
     if turned_off(enabled):
-        for one in callbacks:
-            one.enabled = False
+        for callback in callbacks:
+            callback.enabled = False
     elif not callbacks:
         raise ConfigError("append an MLFlashCheckpointCallback to the callbacks of the trainer before you wrap it: the "
-                          "callback saves", found=[type(one).__name__ for one in trainer.callbacks])  # fmt: skip
-    return next((one for one in callbacks if one.enabled), None)
+                          "callback saves", found=[type(other).__name__ for other in trainer.callbacks])  # fmt: skip
+    return next((callback for callback in callbacks if callback.enabled), None)
 
 
 def _wrap_checkpoint_io(trainer: Any, memory: Memory, async_save: bool) -> None:

@@ -1,8 +1,7 @@
 """Sampled replay: in some steps another rank computes a rank's micro-batch again, and the bits are compared.
 
     gradients    sign the gradients of one rank's pass before they are reduced, for DDP, FSDP2 and plain models
-    verdicts     find the rank that is wrong, and say why
-    replay       Replay: forward and backward of a step, and of some steps again
+    replay       Replay: forward and backward of a step, and of some steps again; find the rank that is wrong
 
 Example:
     check = replay.Replay(model, every=1000)
@@ -11,7 +10,6 @@ Example:
         optimizer.step()
 """
 
-from .replay import Replay
-from .verdicts import Mismatch, Place
+from .replay import Mismatch, Place, Replay
 
 __all__ = ["Mismatch", "Place", "Replay"]

@@ -91,10 +91,10 @@ def _leaves(model: nn.Module, names: dict[int, str]) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for module in model.modules():
         for group in groups_of(module) if isinstance(module, FSDPModule) else ():
-            for one in group.fsdp_params:
-                if hasattr(one, "_unsharded_param"):  # otherwise this rank has not used it
-                    whole = one.unsharded_param
-                    found[names.get(id(one.sharded_param)) or names.get(id(whole)) or str(one._param_fqn)] = whole
+            for param in group.fsdp_params:
+                if hasattr(param, "_unsharded_param"):  # otherwise this rank has not used it
+                    whole = param.unsharded_param
+                    found[names.get(id(param.sharded_param)) or names.get(id(whole)) or str(param._param_fqn)] = whole
     for name, parameter in model.named_parameters():
         found.setdefault(name, parameter)
     return {name: leaf for name, leaf in found.items() if leaf.requires_grad}
@@ -110,7 +110,7 @@ def _reached(loss: torch.Tensor) -> set[int]:
         seen.add(node)
         if hasattr(node, "variable"):
             found.add(id(node.variable))
-        left += [one for one, _ in node.next_functions]
+        left += [function for function, _ in node.next_functions]
     return found
 
 

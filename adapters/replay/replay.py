@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import logging
 import math
 import pickle
 import random
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +22,17 @@ from torch.nn.parallel import DistributedDataParallel
 import mlflash
 from mlflash.checkpointer.off import turned_off
 from mlflash.errors import ConfigError, ReplayMismatch
+from mlflash.text import listed
 
 from ..left_steps import groups_of
-from .gradients import LOSS, Signatures, backward, backward_aside, names_of
-from .verdicts import Mismatch, Place, differing, judge
+from .gradients import LOSS, Signatures, backward, backward_aside, difference, names_of
 
 log = logging.getLogger("mlflash")
 
 Compute = Callable[[Any, Any], torch.Tensor]
 _SAID = 4  # mismatches that a text lists
+_NAMED = 8  # differing gradients that a text lists
+_LIKELY = ", as with kernels that are not deterministic"
 
 
 class Replay:
@@ -71,7 +74,7 @@ class Replay:
         _check(model, every, bound, on_mismatch)
         self._ring = Ring(group, seed)
         settings = self._ring.tell((every, bound, seed))
-        if any(one != settings[0] for one in settings):
+        if any(setting != settings[0] for setting in settings):
             raise ConfigError("every=, bound= and seed= must be the same on all ranks of the group",
                               expected=str(settings[0]), found=str(settings))  # fmt: skip
 
@@ -143,7 +146,7 @@ class Replay:
             first, second = (places[(ring.place + distance) % ring.size] for distance in distances)
             culprit, reason = judge(passes, subject, (first, second), self._bound)
             mine = [Mismatch(step, tuple(found), max(found.values()), subject, first, culprit, reason)]
-        return [one for theirs in ring.tell(mine) for one in theirs]
+        return [mismatch for mismatches in ring.tell(mine) for mismatch in mismatches]
 
     def _say(self, ring: Ring, step: int, most: float | None) -> None:
         """Report what was found, by a log line of the first rank, an exception or a call on all ranks."""
@@ -156,11 +159,11 @@ class Replay:
                 log.info("step %d was computed again by other ranks: %s", step, result)
             return
         more = f"\n  and {len(found) - _SAID} more" if len(found) > _SAID else ""
-        text = "\n  ".join(str(one) for one in found[:_SAID]) + more
+        text = "\n  ".join(str(mismatch) for mismatch in found[:_SAID]) + more
         if callable(self._on_mismatch):
             self._on_mismatch(found)
         elif self._on_mismatch == "raise":
-            wrong = next((one.culprit for one in found if one.culprit), None)
+            wrong = next((mismatch.culprit for mismatch in found if mismatch.culprit), None)
             rank, node = (wrong.rank, wrong.host) if wrong else (None, None)
             raise ReplayMismatch(f"a rank computes wrongly: {text}", step=step, tensor=found[0].names[0], rank=rank,
                                  node=node)  # fmt: skip
@@ -197,7 +200,7 @@ def _check(model: nn.Module, every: int, bound: float, on_mismatch: Any) -> None
         raise ConfigError("bad setting on_mismatch", expected='"warn", "raise" or a function', found=on_mismatch)
     if not dist.is_initialized():
         raise ConfigError("a replay needs torch.distributed: call init_process_group first")
-    if any(isinstance(one, FullyShardedDataParallel) for one in model.modules()):
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ConfigError("FSDP1 reduces gradients before a replay can see them: use FSDP2", expected="fully_shard")
 
 
@@ -209,12 +212,112 @@ def _agree(ring: Ring, step: int, problem: str) -> None:
 
 
 def _here(model: nn.Module) -> Place:
-    device = next((one.device for one in model.parameters()), torch.device("cpu"))
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     name = str(device)
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
         name += f" {about.name} {getattr(about, 'uuid', '')}".rstrip()
     return Place(dist.get_rank(), socket.gethostname(), name)
+
+
+# Find out which of the ranks that computed the same micro-batch is wrong, and say so in words.
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A rank and the place where it computes.
+
+    Attributes:
+        rank: rank of the world.
+        host: name of its node.
+        device: torch's name of the device, with the model and UUID of a GPU.
+    """
+
+    rank: int
+    host: str
+    device: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, {self.device})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mismatch:
+    """A micro-batch for which two ranks computed different gradients.
+
+    Attributes:
+        step: the replayed step.
+        names: names of parameters whose gradients differ, or ``"loss"``. The largest difference comes first.
+        difference: the largest difference, relative to the largest element (`gradients.difference`).
+        subject: the rank that the micro-batch belongs to.
+        witness: the rank that computed it again.
+        culprit: the one of these two that is wrong. None if mlflash cannot tell.
+        reason: what else was computed, and what follows from it.
+    """
+
+    step: int
+    names: tuple[str, ...]
+    difference: float
+    subject: Place
+    witness: Place
+    culprit: Place | None
+    reason: str
+
+    def __str__(self) -> str:
+        wrong = f"{self.culprit} is wrong" if self.culprit else "which of them is wrong cannot be told"
+        return (
+            f"step {self.step}: {self.witness} computed the micro-batch of {self.subject} again and got other bits; "
+            f"{wrong}: {self.reason}. They differ by {self.difference:.1e} at most, in "
+            f"{listed(self.names, _NAMED)}"
+        )
+
+
+def differing(one: Signatures, other: Signatures, bound: float) -> dict[str, float]:
+    """Give what differs between two passes, by name. The largest difference comes first."""
+    found = {}
+    for name in one.keys() | other.keys():
+        if name not in one or name not in other:
+            found[name] = math.inf
+        elif one[name].digest != other[name].digest:
+            found[name] = difference(one[name], other[name])
+    found = {name: by for name, by in found.items() if bound == 0.0 or by > bound}
+    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+
+def judge(passes: Sequence[Signatures], subject: Place, witnesses: tuple[Place, Place], bound: float
+          ) -> tuple[Place | None, str]:  # fmt: skip
+    """Find out which of two ranks is wrong, from four passes of the same micro-batch.
+
+    Args:
+        passes: of the subject in its step, of the first witness, of the second witness, and of the subject again.
+        subject: the rank that the micro-batch belongs to.
+        witnesses: the first and the second witness. With two ranks both are the same.
+        bound: as in `differing`.
+
+    Returns:
+        The rank that is wrong, or None, and the reason.
+    """
+    step, first, second, again = passes
+
+    def same(one: Signatures, other: Signatures) -> bool:
+        return not differing(one, other, bound)
+
+    is_steady, agree = same(step, again), same(first, second)
+    if witnesses[0] == subject:
+        return subject, "it computed both"
+    if witnesses[0] != witnesses[1]:
+        if same(step, second):
+            return witnesses[0], f"{witnesses[1]} got the same bits as {subject}"
+        if agree:
+            now = "the same bits again" if is_steady else "other bits than in its step"
+            why = f"{witnesses[1]} got the same bits as {witnesses[0]}; when {subject} computed once more, it got {now}"
+            return subject, why
+        return None, "no two of three ranks got the same bits" + ("" if is_steady else _LIKELY)
+    if is_steady == agree:
+        return None, "each of the two gets the same bits every time, and there is no third rank" if is_steady else (
+            "each of the two got other bits than before when it computed once more" + _LIKELY)  # fmt: skip
+    wrong, right = (witnesses[0], subject) if is_steady else (subject, witnesses[0])
+    return wrong, f"when it computed once more, it got other bits than before, and {right} got the same bits"
 
 
 # Convert a micro-batch and the state that its computation began with to bytes, from which another rank computes. They
@@ -303,11 +406,11 @@ class Ring:
         rank: int = self.ranks[(self.place + distance) % self.size]
         return rank
 
-    def tell(self, mine: Any) -> list[Any]:
+    def tell(self, value: Any) -> list[Any]:
         """Gather a value from each rank of the group, in its order, on all of them. Collective over the group."""
-        said: list[Any] = [None] * self.size
-        dist.all_gather_object(said, mine, group=self._group)
-        return said
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def pass_on(self, content: bytes, distance: int) -> bytes:
         """Send bytes to the rank at this distance, and receive from the rank at the same distance before this one.
@@ -407,8 +510,8 @@ class Synced:
 
     def __init__(self, model: nn.Module):
         self._found = [
-            (one, bool(one.require_forward_param_sync), bool(one.will_sync_module_buffers()))
-            for one in model.modules() if isinstance(one, DistributedDataParallel)
+            (module, bool(module.require_forward_param_sync), bool(module.will_sync_module_buffers()))
+            for module in model.modules() if isinstance(module, DistributedDataParallel)
         ]  # fmt: skip
 
     def __bool__(self) -> bool:

@@ -28,8 +28,11 @@ from mlflash.errors import ConfigError, StructureMismatch
 from mlflash.state.plain_values import decode_plain
 
 from .. import intervals
+from ..newest import OnDisk
 from ..replacing import replaced
 from .states import Found, State, has_ended, state_of
+
+log = logging.getLogger("mlflash")
 
 
 class MLFlashCallback(TrainerCallback):
@@ -79,8 +82,8 @@ class MLFlashCallback(TrainerCallback):
         if not self._enabled:
             _begin_afresh_or_resume(trainer)
             return
-        others = [one for one in trainer.callback_handler.callbacks if isinstance(one, MLFlashCallback)]
-        if any(one is not self and one._enabled for one in others):
+        others = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, MLFlashCallback)]
+        if any(callback is not self and callback._enabled for callback in others):
             raise ConfigError("this Trainer has an MLFlashCallback already, and two would write to the same memory: "
                               "leave one out")  # fmt: skip
         train = trainer.train
@@ -346,9 +349,6 @@ class OwnFiles:
 # Choose the checkpoint that a training starts from: the newest of memory, the directory and the Trainer's own.
 
 
-log = logging.getLogger("mlflash")
-
-
 def start_from(checkpointer: Checkpointer, output_dir: str, whole: str) -> Found | str | bool | None:
     """Find the newest checkpoint. If one of mlflash and one of the Trainer are equally new, take that of mlflash.
 
@@ -366,15 +366,14 @@ def start_from(checkpointer: Checkpointer, output_dir: str, whole: str) -> Found
     Raises:
         Unrestorable: mlflash has checkpoints, but none can be loaded, and the Trainer has written none.
     """
-    on_disk, path, is_empty = checkpointer.adapting.seen_by_first(lambda: _look(Path(output_dir), whole))
-    step = checkpointer.adapting.newest_step(path)
+    disk, is_empty = checkpointer.adapting.seen_by_first(lambda: _look(Path(output_dir), whole))
+    step = checkpointer.adapting.newest_step(disk.path)
     found = None if step is None else _in_memory(checkpointer, step)
-    if found is not None and (on_disk is None or on_disk <= found.step):
+    if found is not None and not disk.is_newer(found.step):
         return found
-    if path is not None:
-        assert isinstance(path, str)
-        log.info("starting from %s: mlflash has %s", path, "nothing" if found is None else f"step {found.step}")
-        return path
+    if disk.path is not None:
+        log.info("starting from %s: mlflash has %s", disk.path, "nothing" if found is None else f"step {found.step}")
+        return str(disk.path)
     return None if is_empty else True
 
 
@@ -394,11 +393,11 @@ def _in_memory(checkpointer: Checkpointer, step: int) -> Found:
         opened.close()
 
 
-def _look(directory: Path, whole: str) -> tuple[int | None, str | None, bool]:
-    """Give step and path of the newest complete checkpoint, and whether there is not even an incomplete one."""
-    there = {int(path.name[len("checkpoint-") :]): path for path in directory.glob("checkpoint-*")
+def _look(directory: Path, whole: str) -> tuple[OnDisk, bool]:
+    """Give the newest complete checkpoint, and whether there is not even an incomplete one."""
+    paths = {int(path.name[len("checkpoint-") :]): path for path in directory.glob("checkpoint-*")
              if re.fullmatch(r"checkpoint-[0-9]+", path.name) and path.is_dir()}  # fmt: skip
     # Without an optimizer the Trainer would go on without saying so.
-    ended = [step for step, path in there.items() if (path / TRAINER_STATE_NAME).is_file() and any(path.glob(whole))]
+    ended = [step for step, path in paths.items() if (path / TRAINER_STATE_NAME).is_file() and any(path.glob(whole))]
     newest = max(ended, default=None)
-    return newest, None if newest is None else str(there[newest]), not there
+    return OnDisk(None if newest is None else str(paths[newest]), newest), not paths

@@ -118,7 +118,8 @@ class OfRank:
         self.together(set_numbers)
 
     def _numbers(self) -> dict[str, Any]:
-        return {"rng": rng().state_dict(), "generators": [one.get_state() for one in _generators(self._dataloader)]}
+        generators = _generators(self._dataloader)
+        return {"rng": rng().state_dict(), "generators": [generator.get_state() for generator in generators]}
 
 
 class State:
@@ -239,8 +240,8 @@ def _generators(dataloader: Any) -> list[torch.Generator]:
         return []
     # If accelerate shards the batches, the sampler cannot be found, but the generator that synchronizes it can.
     owners = ((dataloader, "generator"), (get_sampler(dataloader), "generator"), (dataloader, "synchronized_generator"))
-    found = [getattr(one, name, None) for one, name in owners]
-    return [one for one in found if isinstance(one, torch.Generator)]
+    generators = [getattr(owner, name, None) for owner, name in owners]
+    return [generator for generator in generators if isinstance(generator, torch.Generator)]
 
 
 def _with_state(optimizer: Any, names: Collection[str]) -> dict[str, Any]:
@@ -254,7 +255,7 @@ def _with_state(optimizer: Any, names: Collection[str]) -> dict[str, Any]:
 def _text(trainer: Any) -> str:
     """Give the trainer_state.json that a Trainer would write, with the state of its callbacks."""
     exported = [*trainer.callback_handler.callbacks, trainer.control]
-    callbacks = [one for one in exported if isinstance(one, ExportableState)]
+    callbacks = [part for part in exported if isinstance(part, ExportableState)]
     try:
         return json.dumps(dataclasses.asdict(dataclasses.replace(trainer.state, stateful_callbacks=callbacks)))
     except (TypeError, ValueError) as error:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from waiting import take
 
-from mlflash.adapters import exchangeable_group
+from mlflash.adapters import kept_groups
 
 RANK, SIZE, ROUNDS = map(int, sys.argv[1:4])
 PATIENCE, LONG = timedelta(seconds=60), timedelta(seconds=600)
@@ -24,14 +24,14 @@ PATIENCE, LONG = timedelta(seconds=60), timedelta(seconds=600)
 
 def cut_later(number: int) -> None:
     take(random.Random(number).uniform(0.0, 0.05))  # the same moment on all ranks, or nearly so
-    exchangeable_group.cut_all()
+    kept_groups.cut_all()
 
 
 def main() -> None:
-    exchangeable_group.register()
+    kept_groups.register()
     store = dist.FileStore(sys.argv[4], SIZE)
     dist.init_process_group(
-        exchangeable_group.BACKEND, rank=RANK, world_size=SIZE, store=dist.PrefixStore("first", store), timeout=LONG
+        kept_groups.BACKEND, rank=RANK, world_size=SIZE, store=dist.PrefixStore("first", store), timeout=LONG
     )
     tensors = [torch.ones(1000) for _ in range(4)]
     for number in range(ROUNDS):
@@ -44,7 +44,7 @@ def main() -> None:
                 for work in [dist.all_reduce(one, async_op=True) for one in tensors]:
                     work.wait()
         cut.join()
-        exchangeable_group.exchange_all(dist.PrefixStore(f"round {number}", store), LONG)
+        kept_groups.exchange_all(dist.PrefixStore(f"round {number}", store), LONG)
     one = torch.ones(3)
     dist.all_reduce(one)
     assert one.tolist() == [SIZE] * 3

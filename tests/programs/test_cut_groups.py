@@ -17,7 +17,7 @@ pytest.importorskip("torch.distributed")
 import torch
 import torch.distributed as dist
 
-from mlflash.adapters import exchangeable_group
+from mlflash.adapters import kept_groups
 
 PROGRAM = Path(__file__).with_name("cut_group_rank.py")
 
@@ -42,11 +42,11 @@ def test_a_rank_that_comes_late_to_a_new_group_is_waited_for_until_the_timeout_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank may import and read for minutes before it makes its groups, as a file system gives it what it reads."""
-    monkeypatch.setattr(exchangeable_group, "_MEETS", timedelta(seconds=0.2))
+    monkeypatch.setattr(kept_groups, "_MEETS", timedelta(seconds=0.2))
 
-    def make(name: str, rank: int, timeout_s: float) -> exchangeable_group.ExchangeableGroup:
+    def make(name: str, rank: int, timeout_s: float) -> kept_groups.ExchangeableGroup:
         store = dist.FileStore(str(tmp_path / name), 2)
-        return exchangeable_group._create(store, rank, 2, timedelta(seconds=timeout_s))
+        return kept_groups._create(store, rank, 2, timedelta(seconds=timeout_s))
 
     def is_long_there(name: str) -> bool:
         path = tmp_path / name
@@ -61,8 +61,8 @@ def test_a_rank_that_comes_late_to_a_new_group_is_waited_for_until_the_timeout_o
         assert sums == [torch.tensor([2.0])] * 2
         first = other.submit(make, "lost", 0, 600)
         until(lambda: is_long_there("lost"), "rank 0 to wait")
-        exchangeable_group.cut_all()
-        with pytest.raises(exchangeable_group.ConnectionDropped, match="a rank was lost"):
+        kept_groups.cut_all()
+        with pytest.raises(kept_groups.ConnectionDropped, match="a rank was lost"):
             first.result(PATIENCE_S)
     with pytest.raises(dist.DistStoreError, match=r"1 of 2 ranks have come to a process group within 0\.1 s"):
         make("never", 0, 0.1)

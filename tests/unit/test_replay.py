@@ -12,8 +12,7 @@ from torch import nn
 
 from mlflash.adapters.replay import Place
 from mlflash.adapters.replay.gradients import Signature, difference, sign
-from mlflash.adapters.replay.replay import pack, unpack
-from mlflash.adapters.replay.verdicts import judge
+from mlflash.adapters.replay.replay import judge, pack, unpack
 
 BASE = torch.arange(2000.0)
 TENSORS = {

@@ -1,4 +1,4 @@
-"""Checkpoints that a framework wrote to disk: find the step of one, or another one if it is incomplete."""
+"""Choose what a training starts from: the newest of memory and of what its framework wrote to disk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import logging
 import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from mlflash import Checkpointer
 
 log = logging.getLogger("mlflash")
 
@@ -17,10 +19,10 @@ _UNKNOWN: tuple[type[BaseException], ...] = (OSError, KeyError, ImportError, Val
 
 @dataclasses.dataclass(frozen=True)
 class OnDisk:
-    """A checkpoint on disk.
+    """A checkpoint that a framework wrote to disk.
 
     Attributes:
-        path: its path. None: the checkpoint is incomplete, and there is no other.
+        path: its path, or what else the log calls it. None: there is none, or it is incomplete and there is no other.
         step: its step. None: unknown.
         is_other: whether this is not the checkpoint that was asked for, because that is incomplete.
     """
@@ -28,6 +30,31 @@ class OnDisk:
     path: Any
     step: int | None = None
     is_other: bool = False
+
+    def is_newer(self, step: int) -> bool:
+        """Whether training starts from it instead of a step in memory.
+
+        If both are equally new, or if the step on disk is unknown, training starts from memory, which also has what the
+        framework does not save.
+        """
+        return self.step is not None and self.step > step
+
+
+def newest_in_memory(checkpointer: Checkpointer, disk: OnDisk, instead: object = None) -> int | None:
+    """Find the newest step in memory and the directory. None: there is none, or the checkpoint on disk is newer.
+
+    Collective over all ranks.
+
+    Args:
+        checkpointer: an open Checkpointer.
+        disk: the checkpoint on disk, the same on all ranks.
+        instead: what else training can start from, if nothing is on disk. None: nothing.
+
+    Raises:
+        Unrestorable: there are checkpoints, but none can be loaded, and there is nothing else to start from.
+    """
+    step = checkpointer.adapting.newest_step(disk.path or instead)
+    return None if step is None or disk.is_newer(step) else step
 
 
 def newest_complete(path: Any, step_of: Callable[[Any], int], others: Callable[[], Iterable[Any]],
