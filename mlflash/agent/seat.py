@@ -207,8 +207,10 @@ class Seat:
                 self._drop_channels(channel)
                 self._check_wanted(channel)
                 return self._fork(begun, its, up_s)
-        except BaseException:  # the other ranks must not wait for its MPI
+        except BaseException as error:  # the other ranks must not wait for its MPI
             self._end_epoch(begun.name)
+            if isinstance(error, asyncio.TimeoutError):
+                raise Refused("its connection for the courier has not come") from None
             raise
 
     def _check_wanted(self, channel: int) -> None:
