@@ -70,6 +70,7 @@ class Seat:
         self._hub: Hub | None = None
         self._next: asyncio.Future[Begun] | None = None  # the epoch that the trainer waits for
         self._wanted = 0  # the channel of the courier that it waits for
+        self._has_joined = False  # the epoch of that courier
         self._courier: ForkedCourier | None = None
         self._courier_ended = asyncio.Event()
         self._epoch = ""  # the last one
@@ -195,7 +196,7 @@ class Seat:
 
     async def do_next(self, channel: int, last: int, mine: list[Any], within_s: float, up_s: float) -> dict[str, Any]:
         """Join the next epoch, and fork a courier in it when all ranks have joined."""
-        end, self._wanted = self._loop.time() + within_s, channel
+        end, self._wanted, self._has_joined = self._loop.time() + within_s, channel, False
         await self._end_courier()
         self._check_wanted(channel)
         if self._world is None:
@@ -239,6 +240,7 @@ class Seat:
                 await world.connected(end)
                 if not self._next.done():  # the loss of the hub before it was connected again
                     world.tell("join", rank=self.rank, last=last, mine=mine)
+                    self._has_joined = True
                 return await self._next
             except HubLost:
                 if self._loop.time() >= end:
@@ -308,7 +310,7 @@ class Seat:
             self._running.kill()
             self._end_epoch(self._epoch)
         with contextlib.suppress(HubLost, asyncio.TimeoutError):
-            asked = world.ask("withdraw", rank=self.rank, member=self.member)
+            asked = world.ask("withdraw", rank=self.rank, member=self.member, joined=self._has_joined)
             missing: list[int] = await asyncio.wait_for(asked, _ASKED_S)
             return missing
         return None
