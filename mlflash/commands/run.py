@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import signal
@@ -15,11 +16,11 @@ from ..config import DISABLE, is_enabled, job_name
 from ..errors import ConfigError, LaunchFailed
 from ..launcher.agents import SILENCE_S, Agents, ChooseGuard
 from ..launcher.first_node_guard import Guard
-from ..launcher.kept_ranks import KeepingAgents
 from ..launcher.launch_system import RunLog, RunOptions, System
 from ..launcher.membership import Deadlines
 from ..launcher.on_slurm import OnSlurm, own_id
 from ..launcher.on_ssh import OnSsh
+from ..launcher.started_ranks import start, start_kept
 from ..launcher.supervisor import Supervisor
 
 _SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
@@ -114,8 +115,8 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
         guard: ChooseGuard = Guard(system, options, run_log) if isinstance(system, OnSlurm) else lambda hosts: None
         couriers = {"couriers": {"job": name, "memory": memory}} if is_enabled(os.environ) else {}
         with Agents(system, everywhere, lost_after if keep_alive else SILENCE_S, couriers, guard) as agents:
-            train = KeepingAgents(agents, spares or 0, deadlines, journal).start if keep_alive else None
-            supervisor = Supervisor(agents, options, journal, train)
+            kept = functools.partial(start_kept, agents, spares or 0, deadlines, journal)
+            supervisor = Supervisor(agents, options, journal, kept if keep_alive else functools.partial(start, agents))
             for number in _SIGNALS:
                 signal.signal(number, lambda number, frame: setattr(supervisor, "told", number))
             code = supervisor.run()

@@ -1,6 +1,6 @@
 """The connection of a training process to its agent, and so to `mlflash run`, which decides who has which rank.
 
-`launcher.kept_ranks` has the messages. When a rank is lost, the thread that receives them calls all functions in
+`launcher.started_ranks` has the messages. When a rank is lost, the thread that receives them calls all functions in
 `on_lost` with the number of the round. They must end whatever the training waits in.
 """
 

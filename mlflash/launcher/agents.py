@@ -17,19 +17,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..agent.ranks import BEATS, LARGEST_NBYTES, LOST
 from ..errors import LaunchFailed
 from ..wireup.lines import Connection, Port, listener_at
 from ..wireup.own_process import allow
-from .launch_system import NodeAssignment, NodeLost, Process, Ranks, System
+from .launch_system import Process, System
 from .processes import KILL_WAIT_S
-from .started_ranks import ANSWER_S, StartedRanks, processes_of, program_of
+
+if TYPE_CHECKING:
+    from .started_ranks import StartedRanks
 
 log = logging.getLogger("mlflash")
 T = TypeVar("T")
 
+ANSWER_S = 60.0
+"""Deadline for agents to connect. It includes ssh or srun, and a Python from a slow file system."""
 SILENCE_S = 60.0
 """Seconds without a sign of life after which a side counts as lost, if nothing else is said."""
 _BEHIND_S = 8.0  # how much longer to wait for the other agents once half of them have connected
@@ -43,6 +47,14 @@ _OTHER_DESCRIPTORS = 256  # of this process: strangers, its output, its log
 
 ChooseGuard = Callable[[Collection[str]], tuple[str, dict[str, Any]] | None]
 """Chooses among nodes the one whose agent does something if this process is lost, and what it runs then."""
+
+
+class NodeLost(LaunchFailed):
+    """A node has no agent, or its agent refuses something; ``code`` is the exit code that stands for it."""
+
+    def __init__(self, host: str, why: str, code: int = LOST):
+        super().__init__(why)
+        self.host, self.code = host, code
 
 
 class Printer:
@@ -100,7 +112,7 @@ class _Node:
 
 
 class Agents:
-    """Starts ranks on the nodes of a system, and asks the nodes. A context manager.
+    """Has an agent on each node of a system, and asks the nodes. A context manager.
 
     Not collective; its public methods up to `ask` are for other threads than that of the loop, all others for the loop.
 
@@ -115,7 +127,7 @@ class Agents:
     def __init__(self, system: System, hosts: Sequence[str], lost_s: float = SILENCE_S,
                  greeting: Mapping[str, Any] | None = None,
                  guard: ChooseGuard = lambda hosts: None):  # fmt: skip
-        self.system, self.lost_s, self.printer = system, lost_s, Printer()
+        self.system, self.hosts, self.lost_s, self.printer = system, list(hosts), lost_s, Printer()
         self.used: list[int] = []  # ports of earlier starts
         self.token = secrets.token_hex(16)
         self.address = ("", 0)  # where agents connect
@@ -156,14 +168,6 @@ class Agents:
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the loop, from another thread."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
-
-    def hosts(self) -> list[str]:
-        """All nodes, including spares, in order."""
-        return [*self._nodes]
-
-    def start(self, seats: NodeAssignment, argv: Sequence[str], env: Mapping[str, str]) -> Ranks:
-        """Start a program on all ranks. ``env`` is added to the environment of this process."""
-        return StartedRanks(self, processes_of(seats), program_of(argv, env, seats))
 
     def ask(self, hosts: Sequence[str], what: str, timeout_s: float, behind_s: float | None = None, **fields: Any
             ) -> dict[str, Any]:  # fmt: skip
@@ -252,7 +256,7 @@ class Agents:
             connection.close(why)
         for waiting in [*node.awaited, *node.questions.values()]:
             if not waiting.done():
-                waiting.set_exception(NodeLost(why, code))
+                waiting.set_exception(NodeLost(host, why, code))
         node.awaited = []
         if self._is_closing:
             return
@@ -275,8 +279,8 @@ class Agents:
         self.address = self._port.address
         self._greeting |= {"address": self.address, "token": self.token, "lost_s": self.lost_s}
         self._beats = self.go(self._beat())
-        self._start_agents([*self._nodes])
-        there = {host: self.loop.create_task(self.connected(host)) for host in self._nodes}
+        self._start_agents(self.hosts)
+        there = {host: self.loop.create_task(self.connected(host)) for host in self.hosts}
         await self._wait_for(there, ANSWER_S, _BEHIND_S)  # a node without an agent is missed when it is needed
 
     def _start_agents(self, hosts: list[str], is_again: bool = False) -> None:
@@ -345,7 +349,7 @@ class Agents:
                 if (answer := node.questions.get(number)) is None or answer.done():
                     return
                 if "error" in message:
-                    answer.set_exception(NodeLost(str(message["error"]), int(message.get("code", 1))))
+                    answer.set_exception(NodeLost(node.name, str(message["error"]), int(message.get("code", 1))))
                 else:
                     answer.set_result(message["is"])
             case {"ended": str(name), "code": int(code)}:

@@ -15,7 +15,6 @@ from typing import Any
 from ..telemetry.heartbeat import has_own_courier, is_without_courier, why_unread
 from ..version import __version__
 from .agents import Agents
-from .launch_system import NodeAssignment
 
 log = logging.getLogger("mlflash")
 
@@ -186,8 +185,8 @@ class Looks:
 class Watch:
     """What consecutive looks say about one run; after ``patience_s`` without progress it hangs; 0: it never does."""
 
-    def __init__(self, looks: Looks, run: str, seats: NodeAssignment, patience_s: float):
-        self._looks, self._run, self._seats, self._patience_s = looks, run, seats, patience_s
+    def __init__(self, looks: Looks, run: str, hosts: Sequence[str], ranks: int, patience_s: float):
+        self._looks, self._run, self._hosts, self._ranks, self._patience_s = looks, run, hosts, ranks, patience_s
         self._beats: dict[int, float] = {}  # the last beat of each rank, by the clock of its node
         self._progress = time.monotonic()  # when a look last showed a new one
         self._seen = 0  # the largest number of ranks seen in one look
@@ -217,14 +216,14 @@ class Watch:
     def not_ended(self) -> str:
         """The ranks that have not reported that they finished, in words; "" if all have, or if none ever reported."""
         heartbeats = self._looks.heartbeats(self._run)
-        if not heartbeats and not self._looks.silent(self._seats.hosts):
+        if not heartbeats and not self._looks.silent(self._hosts):
             log.warning("no rank made a Checkpointer: mlflash run judges this run by its exit code only")
             return ""
         missing = self._others(int(heartbeat["rank"]) for heartbeat in heartbeats if heartbeat["state"] == "ended")
         return f"the launcher returned 0, but ranks {missing[:8]} did not come to their end" if missing else ""
 
     def _missing(self) -> str:
-        if silent := self._looks.silent(self._seats.hosts):
+        if silent := self._looks.silent(self._hosts):
             return f"{', '.join(silent)} does not answer"
         heartbeats = self._looks.heartbeats(self._run)
         gone = [
@@ -238,4 +237,4 @@ class Watch:
         return f"ranks {gone[:8]} died" if gone else ""
 
     def _others(self, ranks: Iterable[int]) -> list[int]:
-        return sorted({*range(self._seats.ranks)} - {*ranks})
+        return sorted({*range(self._ranks)} - {*ranks})

@@ -20,9 +20,10 @@ from ..errors import LaunchFailed
 from ..human_readable.wording import listed, many
 from ..wireup.own_process import running
 from .agents import Agents
-from .launch_system import NodeAssignment, Ranks, RunLog, RunOptions, Start, assign_nodes, reassign_nodes
+from .launch_system import RunLog, RunOptions
 from .node_watch import Failure, Looks, Watch, certified, failure, is_suspect, recovery, unrestorable
 from .processes import KILL_WAIT_S
+from .started_ranks import Start, StartedRanks, start
 
 log = logging.getLogger("mlflash")
 
@@ -34,6 +35,24 @@ _NAP_S = 0.1
 _LOST_WAIT_S = 3.0
 _NAMED = 8  # nodes named in a line
 _SCAVENGE_S = 1800.0
+
+
+def choose_nodes(before: Sequence[str], fit: Sequence[str], nodes: int, least: int = 0) -> tuple[str, ...] | None:
+    """Choose the nodes of the next start: nodes that can stay keep their places, and spares take the empty ones.
+
+    If there are not enough spares, there are fewer nodes. They grow again as soon as there are enough.
+
+    Args:
+        least: smallest number of nodes that is enough; 0: all that are wanted.
+
+    Example:
+        (a, b, c) with a, c, d, e fit → (a, d, c); with a and c fit, and ``least=2`` → (a, c).
+    """
+    spares = iter([host for host in fit if host not in before])
+    places: list[str | None] = [host if host in fit else next(spares, None) for host in before]
+    places += [next(spares, None) for _ in range(nodes - len(places))]
+    taken = tuple(host for host in places if host is not None)
+    return None if len(taken) < (least or nodes) else taken
 
 
 @dataclasses.dataclass
@@ -102,11 +121,10 @@ class Outcome:
 
 
 class Supervisor:
-    """Runs a job. ``train``: starts the ranks that train; None: `Agents.start` does."""
+    """Runs a job. ``start``: starts the ranks that train."""
 
-    def __init__(self, agents: Agents, options: RunOptions, run_log: RunLog, train: Start | None = None):
-        self._agents, self._options, self._run_log = agents, options, run_log
-        self._train = agents.start if train is None else train
+    def __init__(self, agents: Agents, options: RunOptions, run_log: RunLog, start: Start):
+        self._agents, self._options, self._run_log, self._start = agents, options, run_log, start
         self._restarts = Restarts(options.max_restarts)
         self._looks = Looks(agents, options.memory, options.job, options.gpus, options.interface)
         self._failure: Failure | None = None  # how the start before this one ended
@@ -114,12 +132,10 @@ class Supervisor:
 
     def run(self) -> int:
         """Run until the end."""
-        everywhere = self._agents.hosts()
-        seats = assign_nodes(
-            self._fit(everywhere), self._options.nodes, self._options.ranks_per_node, self._options.least
-        )
-        while seats is not None:
-            outcome, before = self._one_run(seats)
+        everywhere = self._agents.hosts
+        hosts = self._choose((), everywhere)
+        while hosts is not None:
+            outcome, before = self._one_run(hosts)
             if not outcome.why:
                 return self._finish(everywhere, 0, "all ranks came to their end")
             if outcome.told:
@@ -134,38 +150,42 @@ class Supervisor:
             if hopeless:
                 return self._finish(everywhere, outcome.code or 1, hopeless)
             self._pause(self._restarts.pause_s)
-            seats = reassign_nodes(before, self._fit(everywhere), self._options.nodes, self._options.least)
-            if seats is not None:
-                self._fetch(before, seats)
+            hosts = self._choose(before, everywhere)
+            if hosts is not None:
+                self._fetch(before, hosts)
         least = self._options.least or self._options.nodes
         why = f"fewer than {least} nodes are fit to train, of {listed(everywhere, _NAMED)}"
         return self._finish(everywhere, 1, why)
 
-    def _one_run(self, seats: NodeAssignment) -> tuple[Outcome, NodeAssignment]:
-        """Start the ranks and watch them. No rank that can be reached runs on afterwards."""
+    def _choose(self, before: Sequence[str], everywhere: Sequence[str]) -> tuple[str, ...] | None:
+        return choose_nodes(before, self._fit(everywhere), self._options.nodes, self._options.least)
+
+    def _one_run(self, hosts: tuple[str, ...]) -> tuple[Outcome, tuple[str, ...]]:
+        """Start the ranks and watch them. No rank that can be reached runs on afterwards.
+
+        Return how it ended, and where the ranks were then.
+        """
+        ranks = len(hosts) * self._options.ranks_per_node
         run = uuid.uuid4().hex  # name of this start, for its ranks
-        self._run_log.note(
-            "start", job=self._options.job, number=self._restarts.done, hosts=list(seats.hosts), ranks=seats.ranks
-        )
-        on = listed(seats.hosts, _NAMED)
-        self._say(f"start {self._restarts.done + 1}: {many(seats.ranks, 'rank')} on {on}")
+        self._run_log.note("start", job=self._options.job, number=self._restarts.done, hosts=list(hosts), ranks=ranks)
+        self._say(f"start {self._restarts.done + 1}: {many(ranks, 'rank')} on {listed(hosts, _NAMED)}")
         started = time.time()
         env = {"MLFLASH_RUN": run, "MLFLASH_JOB": self._options.job, "MLFLASH_MEMORY": self._options.memory}
         env |= {PREFER_CERTIFIED: "1"} if self._restarts.goes_back else {}
-        step = self._train(seats, self._options.argv, env)
-        watch = Watch(self._looks, run, seats, self._options.hang_timeout_s)
+        step = self._start(hosts, self._options.ranks_per_node, self._options.argv, env)
+        watch = Watch(self._looks, run, hosts, ranks, self._options.hang_timeout_s)
         lost = False
         try:
-            outcome = self._watch(step, seats, watch)
+            outcome = self._watch(step, watch)
             lost = bool(outcome.lost)
-            seats = step.seats(seats)
+            hosts = step.hosts
             if outcome.hangs:
-                self._looks.show_stacks(seats.hosts, run)
+                self._looks.show_stacks(hosts, run)
         finally:
             # If a node is lost, the other ranks wait for it.
             step.end(_LOST_WAIT_S if lost else KILL_WAIT_S)
         noticed = time.time()
-        self._looks.look([host for host in seats.hosts if host not in outcome.lost])
+        self._looks.look([host for host in hosts if host not in outcome.lost])
         if outcome.code == 0 and not outcome.why and not step.replaces:
             outcome.why = watch.not_ended()
         heartbeats = self._looks.heartbeats(run)
@@ -175,52 +195,50 @@ class Supervisor:
         self._run_log.note("end", why=outcome.why, code=outcome.code, lost=outcome.lost, newest=self._looks.newest(),
                            **recovery(heartbeats, self._failure, started))  # fmt: skip
         self._failure = failure(heartbeats, noticed)
-        return outcome, seats
+        return outcome, hosts
 
-    def _watch(self, step: Ranks, began: NodeAssignment, watch: Watch) -> Outcome:
+    def _watch(self, step: StartedRanks, watch: Watch) -> Outcome:
         """Wait until a run ends, hangs, loses a node that it does not replace, or must end by a signal."""
         next_gone = next_look = time.monotonic() + GONE_S
         look: threading.Thread | None = None
         while (code := step.poll()) is None:
-            now, seats = time.monotonic(), step.seats(began)
+            now, hosts = time.monotonic(), step.hosts
             if self.told:
-                return self._last_checkpoint(step, seats)
+                return self._last_checkpoint(step)
             if now > next_gone and not step.replaces:
                 next_gone = now + GONE_S
-                if lost := self._agents.system.gone(seats.hosts):
+                if lost := self._agents.system.gone(hosts):
                     return Outcome("lost " + ", ".join(f"{host} ({state})" for host, state in lost.items()), lost=lost)
             if look is not None and not look.is_alive():
                 look = None
-                if (outcome := self._judge(step, seats, watch)) is not None:
+                if (outcome := self._judge(step, hosts, watch)) is not None:
                     return outcome
             if look is None and now > next_look:
                 next_look = now + self._options.look_every_s
-                look = threading.Thread(target=self._looks.look, args=(seats.hosts,), name="mlflash-look", daemon=True)
+                look = threading.Thread(target=self._looks.look, args=(hosts,), name="mlflash-look", daemon=True)
                 look.start()
             time.sleep(_NAP_S)
-        return Outcome(
-            "" if code == 0 else f"exit code {code}", code, self._agents.system.gone(step.seats(began).hosts)
-        )
+        return Outcome("" if code == 0 else f"exit code {code}", code, self._agents.system.gone(step.hosts))
 
-    def _judge(self, step: Ranks, seats: NodeAssignment, watch: Watch) -> Outcome | None:
+    def _judge(self, step: StartedRanks, hosts: Sequence[str], watch: Watch) -> Outcome | None:
         """What the status of the nodes means for a run that goes on; None: it goes on."""
-        silent = self._looks.silent(seats.hosts)
-        if len(silent) == len(seats.hosts):  # the fault is in Slurm or in the network of this node: nothing is known
+        silent = self._looks.silent(hosts)
+        if len(silent) == len(hosts):  # the fault is in Slurm or in the network of this node: nothing is known
             return None
         if watch.hangs():
             return Outcome(f"no rank has saved for {self._options.hang_timeout_s:g} s", hangs=True)
         dead = "" if step.replaces else watch.dead()
         return Outcome(dead, lost=dict.fromkeys(silent, "silent")) if dead else None
 
-    def _last_checkpoint(self, step: Ranks, seats: NodeAssignment) -> Outcome:
+    def _last_checkpoint(self, step: StartedRanks) -> Outcome:
         """Wait for one more checkpoint, as long as there is time."""
         end = time.monotonic() + self._options.grace_s
-        self._looks.look(seats.hosts)
+        self._looks.look(step.hosts)
         before = self._looks.newest()
         self._say(f"signal {self.told}: waiting up to {self._options.grace_s:g} s for a checkpoint after step {before}")
         while step.poll() is None and time.monotonic() < end:
             time.sleep(1.0)
-            self._looks.look(step.seats(seats).hosts)
+            self._looks.look(step.hosts)
             newest = self._looks.newest()
             if newest is not None and (before is None or newest > before):
                 break
@@ -240,11 +258,11 @@ class Supervisor:
                 self._say(f"{host} is not fit to train: {why}")
         return [host for host in there if not wrong[host]]
 
-    def _fetch(self, before: NodeAssignment, after: NodeAssignment) -> None:
+    def _fetch(self, before: Sequence[str], after: Sequence[str]) -> None:
         """Copy the newest checkpoint in memory to the directory if a node that leaves the job can still be reached."""
-        silent = self._looks.silent(before.hosts)
-        there = [host for host in before.hosts if host not in silent]
-        leaving = [host for host in there if host not in after.hosts]
+        silent = self._looks.silent(before)
+        there = [host for host in before if host not in silent]
+        leaving = [host for host in there if host not in after]
         if leaving and self._options.directory:
             self._say(f"{', '.join(leaving)} leaves: the newest checkpoint in memory is copied to "
                       f"{self._options.directory} first")  # fmt: skip
@@ -299,7 +317,7 @@ def scavenge(agents: Agents, options: RunOptions, hosts: Sequence[str]) -> bool:
     words = [*running("mlflash.command_line.run_on_ranks"), "-m", "mlflash", "scavenge", str(options.directory),
              "--job", options.job, "--memory", options.memory]  # fmt: skip
     try:
-        step = agents.start(NodeAssignment(tuple(hosts), 1), words, {})
+        step = start(agents, hosts, 1, words, {})
     except LaunchFailed as error:
         log.warning("the newest checkpoint in memory cannot be copied to %s: %s", options.directory, error)
         return False

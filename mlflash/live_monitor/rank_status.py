@@ -54,7 +54,7 @@ def look_here(memory: str, job: str) -> Look:
 
 def look_everywhere(agents: Agents, memory: str, job: str) -> Look:
     """Ask nodes, as `mlflash run` does."""
-    at, hosts = time.time(), agents.hosts()
+    at, hosts = time.time(), agents.hosts
     answers, unread = ask(agents, hosts, "status", memory=memory, job=job, interface="")
     heartbeats = [heartbeat for document in answers.values() for heartbeat in document["heartbeats"]]
     free = tuple((host, int(document["free"])) for host, document in answers.items())
@@ -64,7 +64,7 @@ def look_everywhere(agents: Agents, memory: str, job: str) -> Look:
 
 def jobs_everywhere(agents: Agents, memory: str) -> list[str]:
     """Ask nodes which jobs of this user are alive there."""
-    answers, _ = ask(agents, agents.hosts(), "jobs", memory=memory)
+    answers, _ = ask(agents, agents.hosts, "jobs", memory=memory)
     return sorted({job for document in answers.values() for job in document["jobs"]})
 
 

@@ -1,6 +1,6 @@
 """Recovery in place: real trainers in `keep_alive`, the real `Membership`, and messages between them that take a while.
 
-Simulated is what lies between: `launcher.kept_ranks`, the agent of each host, and the host's file locks.
+Simulated is what lies between: `launcher.started_ranks`, the agent of each host, and the host's file locks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import mlflash.in_place.decider_link as decider_link
 import mlflash.in_place.keep_alive as in_place
 from mlflash.checkpointer import unclosed
 from mlflash.crash_points import POINTS
-from mlflash.launcher.kept_ranks import how_it_ended
 from mlflash.launcher.membership import Deadlines, Member, Membership
+from mlflash.launcher.started_ranks import how_it_ended
 from mlflash.memory.node_directory import NodeDirectory
 from mlflash.wireup.launcher_variables import KEPT
 from mlflash.wireup.lines import Lines, pack

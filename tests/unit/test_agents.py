@@ -21,11 +21,11 @@ from unit.kept_job import SHELL, code_of, is_gone
 from waiting import PATIENCE_S, until
 
 from mlflash.errors import LaunchFailed
-from mlflash.launcher import agents, started_ranks
+from mlflash.launcher import agents
 from mlflash.launcher.agents import Agents
-from mlflash.launcher.launch_system import NodeAssignment
 from mlflash.launcher.on_ssh import OnSsh, address_of
 from mlflash.launcher.started_ranks import StartedRanks
+from mlflash.launcher.started_ranks import start as start_ranks
 from mlflash.wireup.lines import pack
 from mlflash.wireup.own_process import running
 
@@ -44,10 +44,10 @@ raise SystemExit(3)
 """
 SUPERVISOR = """
 from mlflash.launcher.agents import Agents
-from mlflash.launcher.launch_system import NodeAssignment
 from mlflash.launcher.on_ssh import OnSsh
+from mlflash.launcher.started_ranks import start
 with Agents(OnSsh(["a"], {shell!r}), ["a"]) as agents:
-    agents.start(NodeAssignment(("a",), 2), {argv!r}, {{}})._over.wait()
+    start(agents, ["a"], 2, {argv!r}, {{}})._over.wait()
 """
 
 Start = Callable[..., StartedRanks]
@@ -70,7 +70,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
             launchers[names] = opened.enter_context(Agents(OnSsh(names, str(shell)), names))
         launcher = launchers[names]
         whole = f"echo $$ > {tmp_path}/new-$RANK; mv {tmp_path}/new-$RANK {tmp_path}/pid-$RANK\n{program}"
-        started.append(launcher.start(NodeAssignment(names, per_node), ["sh", "-c", whole], env))
+        started.append(start_ranks(launcher, names, per_node, ["sh", "-c", whole], env))
         return started[-1]
 
     with contextlib.ExitStack() as opened:
@@ -151,12 +151,11 @@ def test_a_host_that_does_not_answer_is_named_and_no_rank_is_started_elsewhere(
 ) -> None:
     if host == "dark":
         monkeypatch.setattr(agents, "ANSWER_S", 1.0)
-        monkeypatch.setattr(started_ranks, "ANSWER_S", 1.0)
     code = code_of(start(f"a,{host}", "echo started"))
     said = capfd.readouterr()
     expected = {
-        "dark": "no (answer from|ranks on) (a, )?dark.* within 1 s",
-        "gone": "no ranks on gone: ssh ended with exit code 255",
+        "dark": "no rank on dark: it has not answered within 1 s",
+        "gone": "no rank on gone: ssh ended with exit code 255",
     }
     assert code == 255 and re.search(expected[host], said.err) and "started" not in said.out
     assert not (tmp_path / "pid-0").exists()
@@ -168,7 +167,7 @@ def test_what_cannot_be_started_is_said_with_the_host(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with Agents(OnSsh(["a"], str(tmp_path / "ssh")), ["a"]) as launcher:
-        ranks = launcher.start(NodeAssignment(("a",), 1), ["/no/such/program"], {})
+        ranks = start_ranks(launcher, ["a"], 1, ["/no/such/program"], {})
         assert code_of(ranks) == 127
     assert "no rank on a: /no/such/program cannot be started: No such file" in capfd.readouterr().err
     monkeypatch.setattr(os, "getcwd", lambda: "/not/there")
@@ -280,7 +279,7 @@ def test_a_node_whose_status_hangs_is_silent_and_its_ranks_go_on(
     (tmp_path / "nvidia-smi").chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with Agents(OnSsh(["localhost"]), ["localhost"], 1.0) as launcher:
-        ranks = launcher.start(NodeAssignment(("localhost",), 1), ["sleep", "1000"], {})
+        ranks = start_ranks(launcher, ["localhost"], 1, ["sleep", "1000"], {})
         told = {"memory": str(tmp_path), "job": "j", "interface": ""}
         assert launcher.ask(["localhost"], "status", 3.0, **told) == {}, "it is said within three lost_s"
         assert ranks.poll() is None

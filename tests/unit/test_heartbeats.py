@@ -24,7 +24,6 @@ from rich.console import Console
 from waiting import until
 
 from mlflash.launcher import node_watch
-from mlflash.launcher.launch_system import NodeAssignment
 from mlflash.launcher.node_watch import Looks, Watch
 from mlflash.launcher.processes import mpiexec, signal_group, spawn
 from mlflash.live_monitor.rank_status import Look, look_here
@@ -202,7 +201,7 @@ def test_a_courier_that_died_is_shown_as_such_and_is_no_dead_rank(
     trainer.beat("saved", saved=6)
     nodes = Nodes(shm)
     looks = Looks(nodes, str(shm), "j", 0, "")  # type: ignore[arg-type]
-    watch = Watch(looks, "r", NodeAssignment(("a",), 4), 0)
+    watch = Watch(looks, "r", ["a"], 4, 0)
     looks.look(["a"])
     looks.show_stacks(["a"], "r")
     assert nodes.kills == [[os.getpid(), courier.pid]]
@@ -232,7 +231,7 @@ def test_a_rank_in_a_container_of_its_own_is_not_called_dead_and_nobody_gets_its
     assert (said["pid"], said["alive"], said["courier_pid"]) == (0, True, None)
     nodes = Nodes(shm)
     looks = Looks(nodes, str(shm), "j", 0, "")  # type: ignore[arg-type]
-    watch = Watch(looks, "r", NodeAssignment(("a",), 4), 0)
+    watch = Watch(looks, "r", ["a"], 4, 0)
     for _ in range(3):
         looks.look(["a"])
         assert watch.dead() == ""
@@ -254,8 +253,7 @@ def test_a_trainer_that_hangs_is_seen_to_hang_though_its_courier_gets_on_whateve
     trainer = TrainerHeartbeat(node_memory, FACTS)
     trainer.beat("saved", saved=4)
     looks = Looks(Nodes(shm), str(shm), "j", 0, "")  # type: ignore[arg-type]
-    seats = NodeAssignment(("a",), 4)
-    watch, patient = Watch(looks, "r", seats, 900), Watch(looks, "r", seats, 100_000)
+    watch, patient = (Watch(looks, "r", ["a"], 4, patience_s) for patience_s in (900, 100_000))
     looks.look(["a"])
     assert not watch.hangs() and not patient.hangs()
     courier = start("courier")

@@ -21,23 +21,23 @@ from unit.kept_job import RANK, SHELL, Said, all_gone, code_of, is_gone, parent
 from waiting import until
 
 from mlflash.launcher.agents import Agents
-from mlflash.launcher.kept_ranks import KeepingAgents, KeptRanks
-from mlflash.launcher.launch_system import NodeAssignment, RunLog
+from mlflash.launcher.launch_system import RunLog
 from mlflash.launcher.membership import Deadlines
 from mlflash.launcher.on_ssh import OnSsh
+from mlflash.launcher.started_ranks import KeptRanks, start_kept
 from mlflash.wireup.lines import pack
 
 LATER_S = 60.0  # without a sign of life; where nothing is to be lost for that, on a busy machine
 SUPERVISOR = """
 import sys, threading
 from mlflash.launcher.agents import Agents
-from mlflash.launcher.kept_ranks import KeepingAgents
+from mlflash.launcher.launch_system import RunLog
 from mlflash.launcher.membership import Deadlines
-from mlflash.launcher.launch_system import NodeAssignment, RunLog
 from mlflash.launcher.on_ssh import OnSsh
+from mlflash.launcher.started_ranks import start_kept
 with Agents(OnSsh(["a", "b"], {shell!r}), ["a", "b"], 2.0) as agents:
-    keeping = KeepingAgents(agents, 0, Deadlines(2.0), RunLog(None))
-    keeping.start(NodeAssignment(("a",), 2), [sys.executable, "-c", {program!r}, {folder!r}], {{}})
+    argv = [sys.executable, "-c", {program!r}, {folder!r}]
+    start_kept(agents, 0, Deadlines(2.0), RunLog(None), ["a"], 2, argv, {{}})
     threading.Event().wait()
 """
 Start = Callable[..., KeptRanks]
@@ -68,9 +68,8 @@ def start(tmp_path: Path, shell: str) -> Iterator[Start]:
               program: str = RANK) -> KeptRanks:  # fmt: skip
         names = [*hosts.split(","), *filter(None, spare_hosts.split(","))]
         opened.append(Agents(OnSsh(names, shell), names, lost_s).__enter__())
-        launcher = KeepingAgents(opened[-1], spares, Deadlines(lost_s), RunLog(tmp_path / "run.jsonl"))
-        argv = [sys.executable, "-c", program, str(tmp_path)]
-        started.append(launcher.start(NodeAssignment(tuple(hosts.split(",")), per_node), argv, {}))
+        run_log, argv = RunLog(tmp_path / "run.jsonl"), [sys.executable, "-c", program, str(tmp_path)]
+        started.append(start_kept(opened[-1], spares, Deadlines(lost_s), run_log, hosts.split(","), per_node, argv, {}))
         Said(tmp_path).seats(1)
         seen.update(started_by({os.getpid()}))
         membership = started[-1].membership
@@ -142,9 +141,9 @@ def test_a_host_that_is_lost_is_lost_with_all_of_its_ranks(start: Start, tmp_pat
     all_gone(*before[2:], agent)
     note = until(lambda: recovered(tmp_path), "the note of it")[0]
     assert note["lost"] == [2, 3] and host in str(note["why"])
-    began = NodeAssignment(("a", host), 2)
-    assert ranks.seats(began) == NodeAssignment(("a", "c"), 2)
-    assert ranks.seats(NodeAssignment((*began.hosts, "more"), 2)).hosts[-1] == "more"  # they are on fewer now
+    assert ranks.hosts == ("a", "c")
+    ranks._began_on = ("a", host, "more")
+    assert ranks.hosts == ranks._began_on  # they are on fewer now
     assert len(said.begun()) == 6  # nothing is started there any more
     end_well(ranks, tmp_path)
 
