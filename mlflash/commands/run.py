@@ -14,8 +14,8 @@ import click
 from ..command_line import shell_completion
 from ..config import DISABLE, is_enabled, job_name
 from ..errors import ConfigError, LaunchFailed
-from ..launcher.agents import SILENCE_S, Agents, ChooseGuard
-from ..launcher.first_node_guard import Guard
+from ..launcher.agents import SILENCE_S, Agents
+from ..launcher.first_node_guard import guard_of
 from ..launcher.launch_system import RunLog, RunOptions, System
 from ..launcher.membership import Deadlines
 from ..launcher.on_slurm import OnSlurm, own_id
@@ -112,7 +112,7 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
                 f"--nodes {nodes} and --spares {spares} need {nodes + spares} nodes, not {len(everywhere)}"
             )
         deadlines = Deadlines(lost_after, leave_within, ready_within)
-        guard: ChooseGuard = Guard(system, options, run_log) if isinstance(system, OnSlurm) else lambda hosts: None
+        guard = guard_of(system, options, run_log) if isinstance(system, OnSlurm) else None
         couriers = {"couriers": {"job": name, "memory": memory}} if is_enabled(os.environ) else {}
         with Agents(system, everywhere, lost_after if keep_alive else SILENCE_S, couriers, guard) as agents:
             kept = functools.partial(start_kept, agents, spares or 0, deadlines, journal)

@@ -16,7 +16,7 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..agent.ranks import BEATS, LARGEST_NBYTES, LOST
@@ -45,8 +45,13 @@ _FLUSH_S = 5.0  # limit to print what is left
 _OTHER_DESCRIPTORS = 256  # of this process: strangers, its output, its log
 
 
-ChooseGuard = Callable[[Collection[str]], tuple[str, dict[str, Any]] | None]
-"""Chooses among nodes the one whose agent does something if this process is lost, and what it runs then."""
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """What the agent of a node other than ``here`` runs if this process is lost, with what on its standard input."""
+
+    here: str
+    argv: list[str]
+    stdin: str
 
 
 class NodeLost(LaunchFailed):
@@ -121,12 +126,11 @@ class Agents:
         hosts: the nodes to have agents on.
         lost_s: a side that is silent for so long is lost.
         greeting: what agents are told besides, see `agent.main`.
-        guard: the agent of the node that it chooses runs ``argv``, with ``stdin``, if this process is lost.
+        guard: what one agent runs if this process is lost.
     """
 
     def __init__(self, system: System, hosts: Sequence[str], lost_s: float = SILENCE_S,
-                 greeting: Mapping[str, Any] | None = None,
-                 guard: ChooseGuard = lambda hosts: None):  # fmt: skip
+                 greeting: Mapping[str, Any] | None = None, guard: Guard | None = None):  # fmt: skip
         self.system, self.hosts, self.lost_s, self.printer = system, list(hosts), lost_s, Printer()
         self.used: list[int] = []  # ports of earlier starts
         self.token = secrets.token_hex(16)
@@ -333,10 +337,12 @@ class Agents:
 
     def _choose_guard(self) -> None:
         """Have one agent of another node know what to do if this process, or its node, is lost."""
-        there = [node.name for node in self._nodes.values() if node.connection is not None]
-        if self._guarded not in there and (chosen := self._guard(there)) is not None:
-            self._guarded, order = chosen
-            self.order(self._guarded, "guard", **order)
+        if (guard := self._guard) is None:
+            return
+        others = [host for host in self.hosts if host != guard.here and self.is_there(host)]
+        if others and self._guarded not in others:
+            self._guarded = others[-1]
+            self.order(self._guarded, "guard", argv=guard.argv, stdin=guard.stdin)
 
     def _note_loss(self, node: _Node, connection: Connection, why: str) -> None:
         if node.connection is connection:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import queue
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 from ..config import FRESH, PREFER_CERTIFIED
 from ..errors import LaunchFailed
@@ -21,7 +23,7 @@ from ..human_readable.wording import listed, many
 from ..wireup.own_process import running
 from .agents import Agents
 from .launch_system import RunLog, RunOptions
-from .node_watch import Failure, Looks, Watch, certified, failure, is_suspect, recovery, unrestorable
+from .node_watch import Heartbeat, Looks, Watch, certified, is_suspect, recovery, unrestorable
 from .processes import KILL_WAIT_S
 from .started_ranks import Start, StartedRanks, start
 
@@ -115,9 +117,9 @@ class Outcome:
     lost: dict[str, str] = dataclasses.field(default_factory=dict)
     told: int = 0  # number of the signal that ended it; 0: none did
     hangs: bool = False  # whether ranks run but make no progress
+    hosts: tuple[str, ...] = ()  # where the ranks were then
+    heartbeats: Sequence[Heartbeat] = ()  # the last ones of its ranks
     unrestorable: str = ""  # why none of the existing checkpoints could be restored, as ranks reported; "" if not so
-    certified: int | None = None  # the newest certified step that ranks reported; None if there is none
-    is_suspect: bool = False
 
 
 class Supervisor:
@@ -127,7 +129,8 @@ class Supervisor:
         self._agents, self._options, self._run_log, self._start = agents, options, run_log, start
         self._restarts = Restarts(options.max_restarts)
         self._looks = Looks(agents, options.memory, options.job, options.gpus, options.interface)
-        self._failure: Failure | None = None  # how the start before this one ended
+        self._before: Sequence[Heartbeat] = ()  # the last ones of the start before this one
+        self._noticed: float | None = None  # when it was noticed that this start had failed
         self.told = 0  # a signal handler puts the number of the signal here, to end the run
 
     def run(self) -> int:
@@ -135,7 +138,7 @@ class Supervisor:
         everywhere = self._agents.hosts
         hosts = self._choose((), everywhere)
         while hosts is not None:
-            outcome, before = self._one_run(hosts)
+            outcome = self._one_run(hosts)
             if not outcome.why:
                 return self._finish(everywhere, 0, "all ranks came to their end")
             if outcome.told:
@@ -144,15 +147,16 @@ class Supervisor:
                 return self._leave(outcome.unrestorable)
             newest = self._looks.newest()
             self._say(f"start {self._restarts.done + 1} failed: {outcome.why}; newest checkpoint: {newest}")
-            hopeless = self._restarts.after_failure(newest, bool(outcome.lost), outcome.certified, outcome.is_suspect)
-            if self._restarts.goes_back and not hopeless:
-                self._say(f"the next start goes back to step {outcome.certified}, which is certified")
+            good = certified(outcome.heartbeats)
+            hopeless = self._restarts.after_failure(newest, bool(outcome.lost), good, is_suspect(outcome.heartbeats))
             if hopeless:
                 return self._finish(everywhere, outcome.code or 1, hopeless)
+            if self._restarts.goes_back:
+                self._say(f"the next start goes back to step {good}, which is certified")
             self._pause(self._restarts.pause_s)
-            hosts = self._choose(before, everywhere)
+            hosts = self._choose(outcome.hosts, everywhere)
             if hosts is not None:
-                self._fetch(before, hosts)
+                self._fetch(outcome.hosts, hosts)
         least = self._options.least or self._options.nodes
         why = f"fewer than {least} nodes are fit to train, of {listed(everywhere, _NAMED)}"
         return self._finish(everywhere, 1, why)
@@ -160,11 +164,8 @@ class Supervisor:
     def _choose(self, before: Sequence[str], everywhere: Sequence[str]) -> tuple[str, ...] | None:
         return choose_nodes(before, self._fit(everywhere), self._options.nodes, self._options.least)
 
-    def _one_run(self, hosts: tuple[str, ...]) -> tuple[Outcome, tuple[str, ...]]:
-        """Start the ranks and watch them. No rank that can be reached runs on afterwards.
-
-        Return how it ended, and where the ranks were then.
-        """
+    def _one_run(self, hosts: tuple[str, ...]) -> Outcome:
+        """Start the ranks and watch them. No rank that can be reached runs on afterwards."""
         ranks = len(hosts) * self._options.ranks_per_node
         run = uuid.uuid4().hex  # name of this start, for its ranks
         self._run_log.note("start", job=self._options.job, number=self._restarts.done, hosts=list(hosts), ranks=ranks)
@@ -174,33 +175,34 @@ class Supervisor:
         env |= {PREFER_CERTIFIED: "1"} if self._restarts.goes_back else {}
         step = self._start(hosts, self._options.ranks_per_node, self._options.argv, env)
         watch = Watch(self._looks, run, hosts, ranks, self._options.hang_timeout_s)
-        lost = False
+        outcome = Outcome()
         try:
             outcome = self._watch(step, watch)
-            lost = bool(outcome.lost)
-            hosts = step.hosts
+            outcome.hosts = step.hosts
             if outcome.hangs:
-                self._looks.show_stacks(hosts, run)
+                self._looks.show_stacks(step.hosts, run)
         finally:
             # If a node is lost, the other ranks wait for it.
-            step.end(_LOST_WAIT_S if lost else KILL_WAIT_S)
+            step.end(_LOST_WAIT_S if outcome.lost else KILL_WAIT_S)
         noticed = time.time()
-        self._looks.look([host for host in hosts if host not in outcome.lost])
+        self._looks.look([host for host in outcome.hosts if host not in outcome.lost])
         if outcome.code == 0 and not outcome.why and not step.replaces:
             outcome.why = watch.not_ended()
-        heartbeats = self._looks.heartbeats(run)
+        outcome.heartbeats = self._looks.heartbeats(run)
         # Replaced ranks may run on other nodes than those that hold their slots. A start on these nodes may restore.
-        outcome.unrestorable = unrestorable(heartbeats) if step.rounds == 1 else ""
-        outcome.certified, outcome.is_suspect = certified(heartbeats), is_suspect(heartbeats)
+        outcome.unrestorable = unrestorable(outcome.heartbeats) if step.rounds == 1 else ""
         self._run_log.note("end", why=outcome.why, code=outcome.code, lost=outcome.lost, newest=self._looks.newest(),
-                           **recovery(heartbeats, self._failure, started))  # fmt: skip
-        self._failure = failure(heartbeats, noticed)
-        return outcome, hosts
+                           **recovery(outcome.heartbeats, started, self._before, self._noticed))  # fmt: skip
+        self._before, self._noticed = outcome.heartbeats, noticed
+        return outcome
 
     def _watch(self, step: StartedRanks, watch: Watch) -> Outcome:
         """Wait until a run ends, hangs, loses a node that it does not replace, or must end by a signal."""
         next_gone = next_look = time.monotonic() + GONE_S
-        look: threading.Thread | None = None
+        is_looking, answers = (
+            False,
+            queue.SimpleQueue[Any](),
+        )  # looks are on threads of their own, as they may take long
         while (code := step.poll()) is None:
             now, hosts = time.monotonic(), step.hosts
             if self.told:
@@ -209,14 +211,15 @@ class Supervisor:
                 next_gone = now + GONE_S
                 if lost := self._agents.system.gone(hosts):
                     return Outcome("lost " + ", ".join(f"{host} ({state})" for host, state in lost.items()), lost=lost)
-            if look is not None and not look.is_alive():
-                look = None
+            if not answers.empty():
+                is_looking = False
+                self._looks.take(*answers.get())
                 if (outcome := self._judge(step, hosts, watch)) is not None:
                     return outcome
-            if look is None and now > next_look:
-                next_look = now + self._options.look_every_s
-                look = threading.Thread(target=self._looks.look, args=(hosts,), name="mlflash-look", daemon=True)
-                look.start()
+            if not is_looking and now > next_look:
+                is_looking, next_look = True, now + self._options.look_every_s
+                ask = lambda at: answers.put((at, *self._looks.ask(at)))  # noqa: E731
+                threading.Thread(target=ask, args=(hosts,), name="mlflash-look", daemon=True).start()
             time.sleep(_NAP_S)
         return Outcome("" if code == 0 else f"exit code {code}", code, self._agents.system.gone(step.hosts))
 
