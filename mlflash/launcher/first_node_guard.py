@@ -94,7 +94,7 @@ def _take_over(slurm: OnSlurm, host: str, options: RunOptions, run_log: RunLog) 
     why = f"node {host} died, on which mlflash run was running"
     left = [name for name in _insist(lambda: hosts_of(slurm.job)) if name != host]
     with Agents(slurm, left) as agents:
-        scavenged = wind_up(agents, Looks(agents, options.memory, options.job, 0, ""), options, left)
+        scavenged = wind_up(agents, Looks(agents, options.memory, options.job, 0, ""), options)
     try:
         ask(["scontrol", "requeue", slurm.job])
     except LaunchFailed as error:

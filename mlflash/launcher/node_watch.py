@@ -156,10 +156,10 @@ class Looks:
     def heartbeats(self, run: str) -> list[Heartbeat]:
         return [one for said in self._said.values() for one in said["heartbeats"] if one["run"] == run]
 
-    def show_stacks(self, hosts: Sequence[str], run: str) -> None:
+    def show_stacks(self, run: str) -> None:
         """Make every rank of a start, and its courier, print the stacks of their threads."""
-        for host in hosts:
-            mine = [one for one in self._said.get(host, {}).get("heartbeats", ()) if one["run"] == run]
+        for host, said in self._said.items():
+            mine = [one for one in said["heartbeats"] if one["run"] == run]
             pids = [one["pid"] for one in mine if one["alive"]]
             pids += [one["courier_pid"] for one in mine if has_own_courier(one) and one["courier_alive"]]
             if pids := [pid for pid in pids if pid]:  # 0: of another pid namespace
@@ -171,7 +171,7 @@ class Watch:
     """What consecutive looks say about one run; after ``patience_s`` without progress it hangs; 0: it never does."""
 
     def __init__(self, looks: Looks, run: str, hosts: Sequence[str], ranks: int, patience_s: float):
-        self._looks, self._run, self._hosts, self._ranks, self._patience_s = looks, run, hosts, ranks, patience_s
+        self._looks, self.run, self._hosts, self._ranks, self._patience_s = looks, run, hosts, ranks, patience_s
         self._beats: dict[int, float] = {}  # the last beat of each rank, by the clock of its node
         self._progress = time.monotonic()  # when a look last showed a new one
         self._seen = 0  # the largest number of ranks seen in one look
@@ -183,7 +183,7 @@ class Watch:
         Progress of couriers does not count. Clocks of nodes may differ: it only matters whether a beat is another one
         than in the look before. As long as no rank that was heard of is heard again, nothing is known.
         """
-        beats = {int(heartbeat["rank"]): float(heartbeat["beat"]) for heartbeat in self._looks.heartbeats(self._run)}
+        beats = {int(heartbeat["rank"]): float(heartbeat["beat"]) for heartbeat in self._looks.heartbeats(self.run)}
         if any(self._beats.get(rank) != beat for rank, beat in beats.items()):
             self._beats |= beats
             self._progress = time.monotonic()
@@ -200,7 +200,7 @@ class Watch:
 
     def not_ended(self) -> str:
         """The ranks that have not reported that they finished, in words; "" if all have, or if none ever reported."""
-        heartbeats = self._looks.heartbeats(self._run)
+        heartbeats = self._looks.heartbeats(self.run)
         if not heartbeats and not self._looks.silent(self._hosts):
             log.warning("no rank made a Checkpointer: mlflash run judges this run by its exit code only")
             return ""
@@ -210,7 +210,7 @@ class Watch:
     def _missing(self) -> str:
         if silent := self._looks.silent(self._hosts):
             return f"{', '.join(silent)} does not answer"
-        heartbeats = self._looks.heartbeats(self._run)
+        heartbeats = self._looks.heartbeats(self.run)
         gone = [int(one["rank"]) for one in heartbeats if one["state"] == "started" and not one["alive"]]
         if self._seen > len(heartbeats):  # a node restarted, and its memory is empty
             gone += self._others(int(heartbeat["rank"]) for heartbeat in heartbeats)

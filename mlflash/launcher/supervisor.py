@@ -115,8 +115,6 @@ class Outcome:
     why: str = ""  # the reason; "" if all ranks finished
     code: int | None = None
     lost: dict[str, str] = dataclasses.field(default_factory=dict)
-    told: int = 0  # number of the signal that ended it; 0: none did
-    hangs: bool = False  # whether ranks run but make no progress
     hosts: tuple[str, ...] = ()  # where the ranks were then
     heartbeats: Sequence[Heartbeat] = ()  # the last ones of its ranks
     unrestorable: str = ""  # why none of the existing checkpoints could be restored, as ranks reported; "" if not so
@@ -135,14 +133,15 @@ class Supervisor:
 
     def run(self) -> int:
         """Run until the end."""
-        everywhere = self._agents.hosts
-        hosts = self._choose((), everywhere)
-        while hosts is not None:
+        before: tuple[str, ...] = ()
+        nodes, least = self._options.nodes, self._options.least
+        while (hosts := choose_nodes(before, self._fit(), nodes, least)) is not None:
+            self._fetch(before, hosts)
             outcome = self._one_run(hosts)
             if not outcome.why:
-                return self._finish(everywhere, 0, "all ranks came to their end")
-            if outcome.told:
-                return self._finish(everywhere, 128 + outcome.told, outcome.why)
+                return self._finish(0, "all ranks came to their end")
+            if self.told:
+                return self._finish(128 + self.told, f"ended by signal {self.told}")
             if outcome.unrestorable:
                 return self._leave(outcome.unrestorable)
             newest = self._looks.newest()
@@ -150,19 +149,13 @@ class Supervisor:
             good = certified(outcome.heartbeats)
             hopeless = self._restarts.after_failure(newest, bool(outcome.lost), good, is_suspect(outcome.heartbeats))
             if hopeless:
-                return self._finish(everywhere, outcome.code or 1, hopeless)
+                return self._finish(outcome.code or 1, hopeless)
             if self._restarts.goes_back:
                 self._say(f"the next start goes back to step {good}, which is certified")
             self._pause(self._restarts.pause_s)
-            hosts = self._choose(outcome.hosts, everywhere)
-            if hosts is not None:
-                self._fetch(outcome.hosts, hosts)
-        least = self._options.least or self._options.nodes
-        why = f"fewer than {least} nodes are fit to train, of {listed(everywhere, _NAMED)}"
-        return self._finish(everywhere, 1, why)
-
-    def _choose(self, before: Sequence[str], everywhere: Sequence[str]) -> tuple[str, ...] | None:
-        return choose_nodes(before, self._fit(everywhere), self._options.nodes, self._options.least)
+            before = outcome.hosts
+        why = f"fewer than {least or nodes} nodes are fit to train, of {listed(self._agents.hosts, _NAMED)}"
+        return self._finish(1, why)
 
     def _one_run(self, hosts: tuple[str, ...]) -> Outcome:
         """Start the ranks and watch them. No rank that can be reached runs on afterwards."""
@@ -179,8 +172,6 @@ class Supervisor:
         try:
             outcome = self._watch(step, watch)
             outcome.hosts = step.hosts
-            if outcome.hangs:
-                self._looks.show_stacks(step.hosts, run)
         finally:
             # If a node is lost, the other ranks wait for it.
             step.end(_LOST_WAIT_S if outcome.lost else KILL_WAIT_S)
@@ -199,10 +190,7 @@ class Supervisor:
     def _watch(self, step: StartedRanks, watch: Watch) -> Outcome:
         """Wait until a run ends, hangs, loses a node that it does not replace, or must end by a signal."""
         next_gone = next_look = time.monotonic() + GONE_S
-        is_looking, answers = (
-            False,
-            queue.SimpleQueue[Any](),
-        )  # looks are on threads of their own, as they may take long
+        is_looking, answers = False, queue.SimpleQueue[Any]()
         while (code := step.poll()) is None:
             now, hosts = time.monotonic(), step.hosts
             if self.told:
@@ -218,6 +206,7 @@ class Supervisor:
                     return outcome
             if not is_looking and now > next_look:
                 is_looking, next_look = True, now + self._options.look_every_s
+                # On a thread of its own: nodes that do not answer hold up nothing else.
                 ask = lambda at: answers.put((at, *self._looks.ask(at)))  # noqa: E731
                 threading.Thread(target=ask, args=(hosts,), name="mlflash-look", daemon=True).start()
             time.sleep(_NAP_S)
@@ -229,7 +218,8 @@ class Supervisor:
         if len(silent) == len(hosts):  # the fault is in Slurm or in the network of this node: nothing is known
             return None
         if watch.hangs():
-            return Outcome(f"no rank has saved for {self._options.hang_timeout_s:g} s", hangs=True)
+            self._looks.show_stacks(watch.run)
+            return Outcome(f"no rank has saved for {self._options.hang_timeout_s:g} s")
         dead = "" if step.replaces else watch.dead()
         return Outcome(dead, lost=dict.fromkeys(silent, "silent")) if dead else None
 
@@ -245,12 +235,12 @@ class Supervisor:
             newest = self._looks.newest()
             if newest is not None and (before is None or newest > before):
                 break
-        return Outcome(f"ended by signal {self.told}", step.poll(), told=self.told)
+        return Outcome(f"ended by signal {self.told}", step.poll())
 
-    def _fit(self, hosts: Sequence[str]) -> list[str]:
+    def _fit(self) -> list[str]:
         """The nodes that can train: they are in service, they answer, and their status is good."""
-        gone = self._agents.system.gone(hosts)
-        unwanted = self._agents.system.unwanted(hosts)
+        hosts, system = self._agents.hosts, self._agents.system
+        gone, unwanted = system.gone(hosts), system.unwanted(hosts)
         for host, state in gone.items():
             self._say(f"{host} is {state}")
         there = [host for host in hosts if host not in gone]
@@ -271,10 +261,10 @@ class Supervisor:
                       f"{self._options.directory} first")  # fmt: skip
             scavenge(self._agents, self._options, there)
 
-    def _finish(self, hosts: Sequence[str], code: int, why: str) -> int:
-        scavenged = wind_up(self._agents, self._looks, self._options, hosts)
+    def _finish(self, code: int, why: str) -> int:
+        scavenged = wind_up(self._agents, self._looks, self._options)
         if scavenged is False:
-            there = ", ".join(self._looks.holding(hosts))
+            there = ", ".join(self._looks.holding(self._agents.hosts))
             self._say(
                 f"the newest checkpoint could not be copied to {self._options.directory}; it is in memory of {there}"
             )
@@ -303,10 +293,10 @@ class Supervisor:
 # The end of a job: copy the newest checkpoint in memory to the directory, then clean the memory of the nodes.
 
 
-def wind_up(agents: Agents, looks: Looks, options: RunOptions, hosts: Sequence[str]) -> bool | None:
+def wind_up(agents: Agents, looks: Looks, options: RunOptions) -> bool | None:
     """Scavenge what the nodes hold in memory and clean their memory. No rank may still run there."""
-    gone = agents.system.gone(hosts)
-    there = [host for host in hosts if host not in gone]
+    gone = agents.system.gone(agents.hosts)
+    there = [host for host in agents.hosts if host not in gone]
     looks.look(there)
     holding = looks.holding(there)
     scavenged = scavenge(agents, options, holding) if options.directory and holding else None
