@@ -74,13 +74,13 @@ def top(directory: str | None, job: str | None, memory: str, hosts: str, rsh: st
 
 def _others(hosts: str, rsh: str, slurm_job: str) -> Agents | None:
     if hosts:
-        return Agents(OnSsh(hosts.split(","), rsh), hosts.split(","))
+        return Agents(OnSsh(hosts.split(","), rsh))
     job = slurm_job or (own_id(os.environ) if "SLURM_JOB_ID" in os.environ else "")
     if not job:
         return None
     os.environ["SLURM_JOB_ID"] = job  # srun needs it outside of the job, or inside of another one
     if nodes := hosts_of(job):
-        return Agents(OnSlurm(job), nodes)
+        return Agents(OnSlurm(job, nodes))
     raise click.ClickException(f"Slurm knows no nodes of job {job}")
 
 

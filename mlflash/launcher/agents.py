@@ -94,14 +94,6 @@ def _write(fd: int, text: bytes) -> None:
             left = left[os.write(fd, left) :]
 
 
-@dataclasses.dataclass
-class _Starter:
-    """A process that has started agents: a remote shell, or a step of srun."""
-
-    process: Process
-    hosts: list[str]
-
-
 class _Node:
     """What is known of a node and its agent."""
 
@@ -109,7 +101,7 @@ class _Node:
         self.name = name
         self.connection: Connection | None = None
         self.heard = 0.0
-        self.starter: _Starter | None = None
+        self.starter: Process | None = None  # of its agent
         self.pause_s = _PAUSE_S
         self.again: asyncio.TimerHandle | None = None  # when it is tried again
         self.awaited: list[asyncio.Future[Connection]] = []
@@ -123,21 +115,20 @@ class Agents:
 
     Args:
         system: has the nodes.
-        hosts: the nodes to have agents on.
         lost_s: a side that is silent for so long is lost.
         greeting: what agents are told besides, see `agent.main`.
         guard: what one agent runs if this process is lost.
     """
 
-    def __init__(self, system: System, hosts: Sequence[str], lost_s: float = SILENCE_S,
+    def __init__(self, system: System, lost_s: float = SILENCE_S,
                  greeting: Mapping[str, Any] | None = None, guard: Guard | None = None):  # fmt: skip
-        self.system, self.hosts, self.lost_s, self.printer = system, list(hosts), lost_s, Printer()
+        self.system, self.hosts, self.printer, self._lost_s = system, system.hosts, Printer(), lost_s
         self.used: list[int] = []  # ports of earlier starts
         self.token = secrets.token_hex(16)
         self.address = ("", 0)  # where agents connect
         self._greeting, self._guard, self._guarded = dict(greeting or {}), guard, ""
-        self._nodes = {host: _Node(host) for host in hosts}
-        self._starters: list[_Starter] = []  # that have not ended
+        self._nodes = {host: _Node(host) for host in self.hosts}
+        self._starters: dict[Process, list[str]] = {}  # that have not ended, and the nodes of their agents
         self._numbers, self._shown = itertools.count(1), set[tuple[str, str]]()
         self.starts: list[StartedRanks] = []
         self._is_closing = False
@@ -265,8 +256,8 @@ class Agents:
         if self._is_closing:
             return
         starter, node.starter = node.starter, None
-        if starter in self._starters and len(starter.hosts) == 1:
-            self.loop.run_in_executor(None, self.system.end_agents, starter.process)
+        if starter is not None and self._starters.get(starter) == [host]:
+            self._end_agents(starter)
         for start in list(self.starts) if connection is not None else ():
             start.host_lost(host, why)
         self._choose_guard()
@@ -281,7 +272,7 @@ class Agents:
         self._port = Port(self.token, self._meet, LARGEST_NBYTES)
         await self._port.listen(listener_at(self.system.own_address()))
         self.address = self._port.address
-        self._greeting |= {"address": self.address, "token": self.token, "lost_s": self.lost_s}
+        self._greeting |= {"address": self.address, "token": self.token, "lost_s": self._lost_s}
         self._beats = self.go(self._beat())
         self._start_agents(self.hosts)
         there = {host: self.loop.create_task(self.connected(host)) for host in self.hosts}
@@ -296,29 +287,30 @@ class Agents:
             for host in hosts:
                 self.loop.call_soon(self.lose, host, error.message)
             return
-        for names, process in started:
-            starter = _Starter(process, names)
-            self._starters.append(starter)
+        for starter, names in started.items():
+            self._starters[starter] = names
             for name in names:
                 self._nodes[name].starter = starter
-            pidfd = os.pidfd_open(process.pid)
+            pidfd = os.pidfd_open(starter.pid)
             self.loop.add_reader(pidfd, self._note_end, starter, pidfd)
             self.loop.call_later(ANSWER_S, self._give_up, starter)
 
-    def _note_end(self, starter: _Starter, pidfd: int) -> None:
+    def _end_agents(self, starter: Process) -> None:
+        self.loop.run_in_executor(None, self.system.end_agents, starter)
+
+    def _note_end(self, starter: Process, pidfd: int) -> None:
         self.loop.remove_reader(pidfd)
         os.close(pidfd)
-        code: int = starter.process.wait()
+        code = starter.wait()
         code = code if code >= 0 else 128 - code
-        self._starters.remove(starter)
-        for node in map(self._nodes.__getitem__, starter.hosts):
-            if node.starter is starter:
-                self.lose(node.name, f"{self.system.program} ended with exit code {code}", code or LOST)
+        for host in self._starters.pop(starter):
+            if self._nodes[host].starter is starter:
+                self.lose(host, f"{self.system.program} ended with exit code {code}", code or LOST)
 
-    def _give_up(self, starter: _Starter) -> None:
-        for node in map(self._nodes.__getitem__, starter.hosts):
-            if node.starter is starter and node.connection is None:
-                self.lose(node.name, f"it has not answered within {ANSWER_S:g} s")
+    def _give_up(self, starter: Process) -> None:
+        for host in self._starters.get(starter, ()):
+            if self._nodes[host].starter is starter and not self.is_there(host):
+                self.lose(host, f"it has not answered within {ANSWER_S:g} s")
 
     def _meet(self, connection: Connection, hello: dict[str, Any]) -> None:
         node = self._nodes[hello["host"]]
@@ -379,27 +371,27 @@ class Agents:
                 if node.connection is None:
                     continue
                 node.connection.send({})
-                if now - node.heard > self.lost_s:
-                    self.lose(node.name, f"nothing was heard from {node.name} for {self.lost_s:g} s")
-            await asyncio.sleep(self.lost_s / BEATS)
+                if now - node.heard > self._lost_s:
+                    self.lose(node.name, f"nothing was heard from {node.name} for {self._lost_s:g} s")
+            await asyncio.sleep(self._lost_s / BEATS)
 
     async def _close(self) -> None:
         self._is_closing = True
         if not self._greeting.get("address"):
             return
         self._port.close()
-        is_whole = all(node.connection is not None for node in self._nodes.values())
+        is_whole = all(map(self.is_there, self.hosts))
         for node in self._nodes.values():
             self.order(node.name, "bye")
             if node.again is not None:
                 node.again.cancel()
-        for starter in self._starters:
-            if not any(self.is_there(host) for host in starter.hosts):
-                self.loop.run_in_executor(None, self.system.end_agents, starter.process)
+        for starter, hosts in self._starters.items():
+            if not any(map(self.is_there, hosts)):
+                self._end_agents(starter)
         # A step of srun does not end by itself if one of its nodes is dead.
         await self._starters_end(_COURIERS_S if is_whole else _END_S)
         for starter in self._starters:
-            self.loop.run_in_executor(None, self.system.end_agents, starter.process)
+            self._end_agents(starter)
         await self._starters_end(KILL_WAIT_S)
         self._beats.cancel()
         for node in self._nodes.values():

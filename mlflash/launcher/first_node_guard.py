@@ -41,7 +41,7 @@ def guard_of(slurm: OnSlurm, options: RunOptions, run_log: Path | None) -> Guard
             "run_log": str(run_log.absolute()) if run_log else None,
             "slurm": {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}}  # fmt: skip
     argv = running("mlflash.launcher.first_node_guard")
-    return Guard(here, argv, json.dumps(told)) if here in slurm.hosts() else None
+    return Guard(here, argv, json.dumps(told)) if here in slurm.hosts else None
 
 
 def main() -> int:
@@ -56,7 +56,8 @@ def main() -> int:
     _wait_until_lost(told["host"])
     run_log = RunLog(Path(told["run_log"]) if told["run_log"] else None)
     try:
-        _take_over(OnSlurm(told["job"], told["extra"]), told["host"], RunOptions(**told["options"]), run_log)
+        left = [host for host in _insist(lambda: hosts_of(told["job"])) if host != told["host"]]
+        _take_over(OnSlurm(told["job"], left, told["extra"]), told["host"], RunOptions(**told["options"]), run_log)
     except Exception as error:  # nobody reads what this process prints
         run_log.note("guard", why=f"node {told['host']} died, on which mlflash run was running", failed=repr(error))
         raise
@@ -92,8 +93,7 @@ def _insist(question: Callable[[], T]) -> T:
 def _take_over(slurm: OnSlurm, host: str, options: RunOptions, run_log: RunLog) -> None:
     """Wind up. Then requeue the job, or cancel it if requeuing is not allowed."""
     why = f"node {host} died, on which mlflash run was running"
-    left = [name for name in _insist(lambda: hosts_of(slurm.job)) if name != host]
-    with Agents(slurm, left) as agents:
+    with Agents(slurm) as agents:
         scavenged = wind_up(agents, Looks(agents, options.memory, options.job, 0, ""), options)
     try:
         ask(["scontrol", "requeue", slurm.job])
@@ -102,9 +102,11 @@ def _take_over(slurm: OnSlurm, host: str, options: RunOptions, run_log: RunLog) 
         ask(["scancel", slurm.job], check=False)
         return
     run_log.note("guard", why=why, scavenged=scavenged, requeued=True)
-    if left and (options.keep_memory or not scavenged):  # on the same nodes, because their memory has the checkpoints
+    if slurm.hosts and (
+        options.keep_memory or not scavenged
+    ):  # on the same nodes, because their memory has the checkpoints
         with contextlib.suppress(LaunchFailed):
-            _insist(lambda: ask(["scontrol", "update", f"jobid={slurm.job}", f"nodelist={','.join(left)}"]))
+            _insist(lambda: ask(["scontrol", "update", f"jobid={slurm.job}", f"nodelist={','.join(slurm.hosts)}"]))
 
 
 if __name__ == "__main__":

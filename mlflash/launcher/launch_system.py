@@ -17,13 +17,12 @@ class System(Protocol):
     """The system that has the nodes, and that starts agents on them: Slurm, or a remote shell.
 
     Attributes:
+        hosts: all nodes, including spares, in order.
         program: what starts agents, for messages.
     """
 
+    hosts: list[str]
     program: str
-
-    def hosts(self) -> list[str]:
-        """All nodes, including spares, in order. Raises LaunchFailed if the nodes cannot be found out."""
 
     def gone(self, hosts: Sequence[str]) -> dict[str, str]:
         """The given nodes that are out of service, with their state, as far as the system knows. Returns quickly."""
@@ -39,9 +38,7 @@ class System(Protocol):
     def address_of(self, host: str) -> str:
         """The name or address at which ranks reach a node."""
 
-    def start_agents(
-        self, hosts: list[str], greeting: Mapping[str, Any], **more: Any
-    ) -> list[tuple[list[str], Process]]:
+    def start_agents(self, hosts: list[str], greeting: Mapping[str, Any], **more: Any) -> dict[Process, list[str]]:
         """Start an agent on each of these nodes. Return the processes that do it, each with its nodes.
 
         Args:

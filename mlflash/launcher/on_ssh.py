@@ -26,13 +26,10 @@ class OnSsh(System):
     """See `launch_system.System`. ``shell``: ssh, or a program with the arguments of ssh."""
 
     def __init__(self, hosts: Sequence[str], shell: str = "ssh"):
-        self._hosts, self._shell = list(hosts), shell
+        self.hosts, self._shell = list(hosts), shell
         self._local = {"localhost", socket.gethostname()}
         self._is_here = set(hosts) <= self._local
         self.program = os.path.basename(shell)
-
-    def hosts(self) -> list[str]:
-        return list(self._hosts)
 
     def own_address(self) -> str:
         return own_address(self._is_here, os.environ)
@@ -42,10 +39,8 @@ class OnSsh(System):
             return "127.0.0.1" if self._is_here else socket.gethostname()
         return address_of(host)
 
-    def start_agents(
-        self, hosts: list[str], greeting: Mapping[str, Any], **more: Any
-    ) -> list[tuple[list[str], Process]]:
-        return [([host], self._start_agent(host, {**greeting, "host": host}, more)) for host in hosts]
+    def start_agents(self, hosts: list[str], greeting: Mapping[str, Any], **more: Any) -> dict[Process, list[str]]:
+        return {self._start_agent(host, {**greeting, "host": host}, more): [host] for host in hosts}
 
     def _start_agent(self, host: str, greeting: Mapping[str, Any], more: Mapping[str, Any]) -> Process:
         command = AGENT

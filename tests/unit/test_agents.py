@@ -46,7 +46,7 @@ SUPERVISOR = """
 from mlflash.launcher.agents import Agents
 from mlflash.launcher.on_ssh import OnSsh
 from mlflash.launcher.started_ranks import start
-with Agents(OnSsh(["a"], {shell!r}), ["a"]) as agents:
+with Agents(OnSsh(["a"], {shell!r})) as agents:
     start(agents, ["a"], 2, {argv!r}, {{}})._over.wait()
 """
 
@@ -67,7 +67,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     def begin(hosts: str, program: str, per_node: int = 1, **env: str) -> StartedRanks:
         names = tuple(hosts.split(","))
         if names not in launchers:
-            launchers[names] = opened.enter_context(Agents(OnSsh(names, str(shell)), names))
+            launchers[names] = opened.enter_context(Agents(OnSsh(names, str(shell))))
         launcher = launchers[names]
         whole = f"echo $$ > {tmp_path}/new-$RANK; mv {tmp_path}/new-$RANK {tmp_path}/pid-$RANK\n{program}"
         started.append(start_ranks(launcher, names, per_node, ["sh", "-c", whole], env))
@@ -166,7 +166,7 @@ def test_a_host_that_does_not_answer_is_named_and_no_rank_is_started_elsewhere(
 def test_what_cannot_be_started_is_said_with_the_host(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with Agents(OnSsh(["a"], str(tmp_path / "ssh")), ["a"]) as launcher:
+    with Agents(OnSsh(["a"], str(tmp_path / "ssh"))) as launcher:
         ranks = start_ranks(launcher, ["a"], 1, ["/no/such/program"], {})
         assert code_of(ranks) == 127
     assert "no rank on a: /no/such/program cannot be started: No such file" in capfd.readouterr().err
@@ -278,7 +278,7 @@ def test_a_node_whose_status_hangs_is_silent_and_its_ranks_go_on(
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 1000\n")
     (tmp_path / "nvidia-smi").chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with Agents(OnSsh(["localhost"]), ["localhost"], 1.0) as launcher:
+    with Agents(OnSsh(["localhost"]), 1.0) as launcher:
         ranks = start_ranks(launcher, ["localhost"], 1, ["sleep", "1000"], {})
         told = {"memory": str(tmp_path), "job": "j", "interface": ""}
         assert launcher.ask(["localhost"], "status", 3.0, **told) == {}, "it is said within three lost_s"

@@ -35,7 +35,7 @@ from mlflash.launcher.launch_system import RunLog
 from mlflash.launcher.membership import Deadlines
 from mlflash.launcher.on_ssh import OnSsh
 from mlflash.launcher.started_ranks import start_kept
-with Agents(OnSsh(["a", "b"], {shell!r}), ["a", "b"], 2.0) as agents:
+with Agents(OnSsh(["a", "b"], {shell!r}), 2.0) as agents:
     argv = [sys.executable, "-c", {program!r}, {folder!r}]
     start_kept(agents, 0, Deadlines(2.0), RunLog(None), ["a"], 2, argv, {{}})
     threading.Event().wait()
@@ -67,7 +67,7 @@ def start(tmp_path: Path, shell: str) -> Iterator[Start]:
     def begin(hosts: str, spare_hosts: str = "", per_node: int = 1, spares: int = 0, lost_s: float = LATER_S,
               program: str = RANK) -> KeptRanks:  # fmt: skip
         names = [*hosts.split(","), *filter(None, spare_hosts.split(","))]
-        opened.append(Agents(OnSsh(names, shell), names, lost_s).__enter__())
+        opened.append(Agents(OnSsh(names, shell), lost_s).__enter__())
         run_log, argv = RunLog(tmp_path / "run.jsonl"), [sys.executable, "-c", program, str(tmp_path)]
         started.append(start_kept(opened[-1], spares, Deadlines(lost_s), run_log, hosts.split(","), per_node, argv, {}))
         Said(tmp_path).seats(1)

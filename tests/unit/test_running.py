@@ -128,7 +128,7 @@ def test_a_look_runs_nothing_of_the_working_directory(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     for name in ("tokenize", "json", "mlflash"):
         (tmp_path / f"{name}.py").write_text(f"open('{tmp_path}/ran', 'w')\nraise SystemExit(3)\n")
-    with Agents(OnSsh(["localhost"]), ["localhost"]) as agents:
+    with Agents(OnSsh(["localhost"])) as agents:
         said, unread = ask(agents, ["localhost"], "status", memory=str(tmp_path), job="j", interface="")
     assert said["localhost"]["steps"] == [] and not unread and not (tmp_path / "ran").exists()
 
