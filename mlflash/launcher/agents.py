@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..agent.ranks import BEATS, LARGEST_NBYTES, LOST
 from ..errors import LaunchFailed
+from ..wireup.interfaces import own_address
 from ..wireup.lines import Connection, Port, listener_at
 from ..wireup.own_process import allow
 from .launch_system import Process, System
@@ -270,7 +271,7 @@ class Agents:
 
     async def _open(self) -> None:
         self._port = Port(self.token, self._meet, LARGEST_NBYTES)
-        await self._port.listen(listener_at(self.system.own_address()))
+        await self._port.listen(listener_at(own_address(self.system.is_here, os.environ)))
         self.address = self._port.address
         self._greeting |= {"address": self.address, "token": self.token, "lost_s": self._lost_s}
         self._beats = self.go(self._beat())

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+from .processes import signal_group
 
 Process = subprocess.Popen[bytes]
 
@@ -19,10 +22,12 @@ class System(Protocol):
     Attributes:
         hosts: all nodes, including spares, in order.
         program: what starts agents, for messages.
+        is_here: whether all nodes are this host.
     """
 
     hosts: list[str]
     program: str
+    is_here: bool = False
 
     def gone(self, hosts: Sequence[str]) -> dict[str, str]:
         """The given nodes that are out of service, with their state, as far as the system knows. Returns quickly."""
@@ -32,11 +37,9 @@ class System(Protocol):
         """The given nodes on which no new run should start, with the reason. A run that is there may go on."""
         return {}
 
-    def own_address(self) -> str:
-        """The address of this host at which agents reach `mlflash run`."""
-
     def address_of(self, host: str) -> str:
         """The name or address at which ranks reach a node."""
+        return host
 
     def start_agents(self, hosts: list[str], greeting: Mapping[str, Any], **more: Any) -> dict[Process, list[str]]:
         """Start an agent on each of these nodes. Return the processes that do it, each with its nodes.
@@ -48,6 +51,7 @@ class System(Protocol):
 
     def end_agents(self, process: Process) -> None:
         """End a process of `start_agents` that has not ended by itself, with its agents."""
+        signal_group(process, signal.SIGKILL)
 
 
 # The options of `mlflash run`.

@@ -118,7 +118,7 @@ class Membership:
             self._failed = 0
         self._same_step = self._same_step + 1 if step == self._step else 1
         if self._same_step > _SAME_STEP:
-            self._end(f"{self._named()} was lost, and {_SAME_STEP} rounds had already begun at step {step}", self._code)
+            self._end(f"{self._named()} was lost, and {_SAME_STEP} rounds had already begun at step {step}")
             return
         self._step, self._phase, self.until = step, "training", NEVER
         self._lost = []
@@ -173,7 +173,7 @@ class Membership:
         if self.over or now < self.until:
             return
         if self._phase == "waiting":
-            self._end(f"no process was ready in time to take the place of {self._named()}", self._code)
+            self._end(f"no process was ready in time to take the place of {self._named()}")
             return
         self.until = now + self._deadlines.ready_s  # for the killed processes to end
         if self._phase == "leaving":
@@ -217,15 +217,13 @@ class Membership:
             self._why, self._since, self._code = why, now, members[0].code or 0
         self._lost = sorted({*self._lost, *(one.rank for one in members if one.rank is not None)})
         if all(one.code for one in self._seated()):
-            self._end(f"all ranks were lost, the last one {self._named()}", self._code)
+            self._end(f"all ranks were lost, the last one {self._named()}")
         elif self._phase == "starting":
-            self._end(f"{self._named()} was lost before all ranks had begun", self._code)
+            self._end(f"{self._named()} was lost before all ranks had begun")
         elif any(one.code == 0 or (one.is_done and one.code is None) for one in self._seated()):
-            self._end(f"{self._named()} was lost after other ranks had finished", self._code)
+            self._end(f"{self._named()} was lost after other ranks had finished")
         elif self._failed >= _IN_VAIN:
-            self._end(
-                f"{self._named()} was lost, and {_IN_VAIN} rounds had failed before all ranks had begun", self._code
-            )
+            self._end(f"{self._named()} was lost, and {_IN_VAIN} rounds had failed before all ranks had begun")
         elif self._phase in ("training", "seating"):
             self._failed += self._phase == "seating"
             self._phase, self.until = "leaving", now + self._deadlines.leave_s
@@ -265,5 +263,5 @@ class Membership:
     def _tell_text(self, member: Member, what: str, text: str) -> None:
         self._acts.tell(member.name, {"text": self.round, "what": what, "is": text})
 
-    def _end(self, why: str, code: int) -> None:
-        self.over, self.code = why, code or 1
+    def _end(self, why: str) -> None:
+        self.over, self.code = why, self._code or 1

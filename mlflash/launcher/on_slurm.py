@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import LaunchFailed
-from ..wireup.interfaces import own_address
 from ..wireup.launcher_variables import AGENT as GREETING
 from .launch_system import Process, System
 from .on_ssh import AGENT
-from .processes import ask_within, signal_group, spawn
+from .processes import ask_within, spawn
 
 # If a number of cores per task were set, the step would get these cores for itself. Couriers must run on the cores that
 # training does not use. The agent gives each rank its cores.
@@ -42,8 +40,7 @@ class OnSlurm(System):
 
     def gone(self, hosts: Sequence[str]) -> dict[str, str]:
         try:
-            ours = hosts_of(self.job) or hosts
-            states = states_of(hosts)
+            ours, states = hosts_of(self.job) or hosts, states_of(hosts)
         except LaunchFailed:  # slurmctld does not answer: treat no node as gone
             return {}
         lost = {host: state for host, state in states.items() if is_lost(state)}
@@ -55,12 +52,6 @@ class OnSlurm(System):
             return {host: state for host, state in states_of(hosts).items() if state.startswith("drain")}
         except LaunchFailed:
             return {}
-
-    def own_address(self) -> str:
-        return own_address(False, os.environ)
-
-    def address_of(self, host: str) -> str:
-        return host
 
     def start_agents(self, hosts: list[str], greeting: Mapping[str, Any], **more: Any) -> dict[Process, list[str]]:
         count, name = len(hosts), f"mlflash-{secrets.token_hex(4)}"
@@ -82,7 +73,7 @@ class OnSlurm(System):
         for number, step in (line.split() for line in text.splitlines() if len(line.split()) == 2):
             if step == name:
                 ask(["scancel", "--signal=KILL", number], check=False)
-        signal_group(process, signal.SIGKILL)
+        super().end_agents(process)
 
 
 def own_id(environ: Mapping[str, str]) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shlex
-import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -14,10 +13,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..wireup.agent_process import LOADED_BY
-from ..wireup.interfaces import own_address
 from ..wireup.own_process import running
 from .launch_system import Process, System
-from .processes import signal_group, spawn
+from .processes import spawn
 
 AGENT = running("mlflash.agent.main")
 
@@ -28,15 +26,12 @@ class OnSsh(System):
     def __init__(self, hosts: Sequence[str], shell: str = "ssh"):
         self.hosts, self._shell = list(hosts), shell
         self._local = {"localhost", socket.gethostname()}
-        self._is_here = set(hosts) <= self._local
+        self.is_here = set(hosts) <= self._local
         self.program = os.path.basename(shell)
-
-    def own_address(self) -> str:
-        return own_address(self._is_here, os.environ)
 
     def address_of(self, host: str) -> str:
         if host in self._local:
-            return "127.0.0.1" if self._is_here else socket.gethostname()
+            return "127.0.0.1" if self.is_here else socket.gethostname()
         return address_of(host)
 
     def start_agents(self, hosts: list[str], greeting: Mapping[str, Any], **more: Any) -> dict[Process, list[str]]:
@@ -52,9 +47,6 @@ class OnSsh(System):
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # if it has ended, its exit code tells
             stdin.write(json.dumps(greeting).encode() + b"\n")
         return process
-
-    def end_agents(self, process: Process) -> None:
-        signal_group(process, signal.SIGKILL)
 
 
 def address_of(host: str) -> str:
