@@ -173,37 +173,34 @@ class Agents:
             behind_s: how much longer to wait for the others once half of the nodes have answered; None: no limit but
                 the deadline.
         """
-        answers, wrong = self.call(self._ask_all(hosts, what, timeout_s, behind_s, fields))
+        asked = {host: self.question(host, what, **fields) for host in hosts}
+        answers, wrong = self.call(self._gather(asked, timeout_s, behind_s))
         for host, why in wrong.items():
             if (host, why) not in self._shown:
                 self._shown.add((host, why))
                 log.warning("%s does not answer: %s", host, why)
         return answers
 
-    async def _ask_all(self, hosts: Sequence[str], what: str, timeout_s: float, behind_s: float | None,
-                       fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:  # fmt: skip
-        tasks = {host: self.loop.create_task(self.question(host, what, **fields)) for host in hosts}
-        wrong = await self._wait_for(tasks, timeout_s, behind_s)
-        return {host: task.result() for host, task in tasks.items() if host not in wrong}, wrong
-
-    async def _wait_for(self, tasks: Mapping[str, asyncio.Task[Any]], timeout_s: float, behind_s: float | None
-                        ) -> dict[str, str]:  # fmt: skip
-        """Wait for something of each node. Return for which it did not come, and why."""
-        pending, wrong = {*tasks.values()}, dict.fromkeys(tasks, f"it has not answered within {timeout_s:g} s")
-        end = self.loop.time() + timeout_s
+    async def _gather(self, asked: Mapping[str, Coroutine[Any, Any, T]], timeout_s: float, behind_s: float | None
+                      ) -> tuple[dict[str, T], dict[str, str]]:  # fmt: skip
+        """Wait for something of each node. Return what has come, and why nothing has come of the other nodes."""
+        tasks = {host: self.loop.create_task(work) for host, work in asked.items()}
+        pending, end = {*tasks.values()}, self.loop.time() + timeout_s
         while pending and (left_s := end - self.loop.time()) > 0:
             _, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             come = [task for task in tasks.values() if task not in pending and task.exception() is None]
             if behind_s is not None and 2 * len(come) >= len(tasks):
                 end, behind_s = min(end, self.loop.time() + behind_s), None
+        answers, wrong = dict[str, T](), dict[str, str]()
         for host, task in tasks.items():
             if task in pending:
                 task.cancel()
+                wrong[host] = f"it has not answered within {timeout_s:g} s"
             elif (error := task.exception()) is not None:
                 wrong[host] = error.message if isinstance(error, LaunchFailed) else repr(error)
             else:
-                del wrong[host]
-        return wrong
+                answers[host] = task.result()
+        return answers, wrong
 
     # In the loop
 
@@ -276,8 +273,8 @@ class Agents:
         self._greeting |= {"address": self.address, "token": self.token, "lost_s": self._lost_s}
         self._beats = self.go(self._beat())
         self._start_agents(self.hosts)
-        there = {host: self.loop.create_task(self.connected(host)) for host in self.hosts}
-        await self._wait_for(there, ANSWER_S, _BEHIND_S)  # a node without an agent is missed when it is needed
+        # A node without an agent is missed when it is needed.
+        await self._gather({host: self.connected(host) for host in self.hosts}, ANSWER_S, _BEHIND_S)
 
     def _start_agents(self, hosts: list[str], is_again: bool = False) -> None:
         try:
