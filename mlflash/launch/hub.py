@@ -6,8 +6,9 @@ The agent of each node has one connection, whose first message has the token (`l
 |--------------------------------------------------|-------------------------------------------------------------|
 | ``{"id", "do": "seat", "rank", "member"}``       | answered ``{"id", "is": true}``: this agent has that rank   |
 | ``{"do": "join", "rank", "last", "mine"}``       | the rank wants an epoch after number ``last``               |
-| ``{"id", "do": "withdraw", "rank", "member"}``   | it does not wait for one any more. Answered with the ranks  |
-|                                                  | that have not joined, [] if an epoch has begun              |
+| ``{"id", "do": "withdraw", "rank", "member",``   | it does not wait for one any more, whether it has joined or |
+| ``"joined"}``                                    | was about to. Answered with the ranks that have not joined, |
+|                                                  | [] if an epoch has begun                                    |
 | ``{"do": "fence", "epoch", "number", "ranks",``  | so many ranks of the node have reached this fence of their  |
 | ``"puts"}``                                      | MPI, and have put these keys and values before              |
 | ``{"do": "over", "epoch"}``                      | a courier of the epoch has ended                            |
@@ -110,9 +111,9 @@ class Hub:
                 node.send({"id": number} | self._seat(node, rank, member))
             case {"do": "join", "rank": int(rank), "last": int(last), "mine": list(mine)}:
                 self._join(node, rank, last, mine)
-            case {"do": "withdraw", "id": number, "rank": int(rank), "member": str(member)}:
-                is_waiting = self._is_member(rank, member) and self._joined.pop(rank, None) is not None
-                missing = sorted({*range(self.size)} - self._joined.keys() - {rank}) if is_waiting else []
+            case {"do": "withdraw", "id": number, "rank": int(rank), "member": str(member), "joined": bool(joined)}:
+                has_begun = not self._is_member(rank, member) or (self._joined.pop(rank, None) is None and joined)
+                missing = [] if has_begun else sorted({*range(self.size)} - self._joined.keys() - {rank})
                 node.send({"id": number, "is": missing})
             case {"do": "fence", "epoch": str(epoch), "number": int(number), "ranks": int(ranks), "puts": dict(puts)}:
                 self._fence(node, epoch, number, ranks, puts)

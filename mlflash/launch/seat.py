@@ -69,6 +69,8 @@ class Seat:
         self._world: World | None = None
         self._hub: Hub | None = None
         self._next: asyncio.Future[Begun] | None = None  # the epoch that the trainer waits for
+        self._wanted = 0  # the channel of the courier that it waits for
+        self._has_joined = False  # the epoch of that courier
         self._courier: ForkedCourier | None = None
         self._courier_ended = asyncio.Event()
         self._epoch = ""  # the last one
@@ -194,8 +196,9 @@ class Seat:
 
     async def do_next(self, channel: int, last: int, mine: list[Any], within_s: float, up_s: float) -> dict[str, Any]:
         """Join the next epoch, and fork a courier in it when all ranks have joined."""
-        end = self._loop.time() + within_s
+        end, self._wanted, self._has_joined = self._loop.time() + within_s, channel, False
         await self._end_courier()
+        self._check_wanted(channel)
         if self._world is None:
             begun = Begun(new_epoch_name(last + 1), last + 1, (0,), True, mine[2])
         else:
@@ -203,12 +206,19 @@ class Seat:
         try:
             with await asyncio.wait_for(self.channel(channel), _CHANNEL_S) as its:
                 self._drop_channels(channel)
-                if self._is_over:
-                    raise Refused("its trainer has ended")
+                self._check_wanted(channel)
                 return self._fork(begun, its, up_s)
-        except BaseException:  # the other ranks must not wait for its MPI
+        except BaseException as error:  # the other ranks must not wait for its MPI
             self._end_epoch(begun.name)
+            if isinstance(error, asyncio.TimeoutError):
+                raise Refused("its connection for the courier has not come") from None
             raise
+
+    def _check_wanted(self, channel: int) -> None:
+        if self._is_over:
+            raise Refused("its trainer has ended")
+        if self._wanted != channel:  # while it was about to join, or to be forked
+            raise Refused("it was withdrawn")
 
     def channel(self, number: int) -> asyncio.Future[socket.socket]:
         """The connection of the trainer for a courier, when it has come."""
@@ -230,6 +240,7 @@ class Seat:
                 await world.connected(end)
                 if not self._next.done():  # the loss of the hub before it was connected again
                     world.tell("join", rank=self.rank, last=last, mine=mine)
+                    self._has_joined = True
                 return await self._next
             except HubLost:
                 if self._loop.time() >= end:
@@ -292,14 +303,14 @@ class Seat:
 
     async def do_withdraw(self) -> list[int] | None:
         """Wait no more for the next epoch."""
-        world = self._met()
+        world, self._wanted = self._met(), 0
         if (waiting := self._waiting) is not None:
             waiting.set_exception(Refused("it was withdrawn"))
         elif self._running is not None:  # the epoch had just begun
             self._running.kill()
             self._end_epoch(self._epoch)
         with contextlib.suppress(HubLost, asyncio.TimeoutError):
-            asked = world.ask("withdraw", rank=self.rank, member=self.member)
+            asked = world.ask("withdraw", rank=self.rank, member=self.member, joined=self._has_joined)
             missing: list[int] = await asyncio.wait_for(asked, _ASKED_S)
             return missing
         return None

@@ -209,7 +209,7 @@ class World:
         """Forget a rank of this node, and the hub with the last one."""
         if self.seats.get(seat.rank) is seat:
             del self.seats[seat.rank]
-            self.tell("withdraw", id=0, rank=seat.rank, member=seat.member)
+            self.tell("withdraw", id=0, rank=seat.rank, member=seat.member, joined=False)
         self._look_empty()
 
     def _look_empty(self) -> None:

@@ -16,20 +16,25 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import LaunchFailed
+from ..launch.interfaces import own_address
 from ..launch.lines import Connection, Port, listener_at
 from ..launch.own_process import allow
 from ..launch.ranks import BEATS, LARGEST_NBYTES, LOST
-from .launch_system import NodeAssignment, NodeLost, Process, Ranks, System
+from .launch_system import Process, System
 from .processes import KILL_WAIT_S
-from .started_ranks import ANSWER_S, StartedRanks, processes_of, program_of
+
+if TYPE_CHECKING:
+    from .started_ranks import StartedRanks
 
 log = logging.getLogger("mlflash")
 T = TypeVar("T")
 
+ANSWER_S = 60.0
+"""Deadline for agents to connect. It includes ssh or srun, and a Python from a slow file system."""
 SILENCE_S = 60.0
 """Seconds without a sign of life after which a side counts as lost, if nothing else is said."""
 _BEHIND_S = 8.0  # how much longer to wait for the other agents once half of them have connected
@@ -41,8 +46,21 @@ _FLUSH_S = 5.0  # limit to print what is left
 _OTHER_DESCRIPTORS = 256  # of this process: strangers, its output, its log
 
 
-ChooseGuard = Callable[[Collection[str]], tuple[str, dict[str, Any]] | None]
-"""Chooses among nodes the one whose agent does something if this process is lost, and what it runs then."""
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """What the agent of a node other than ``here`` runs if this process is lost, with what on its standard input."""
+
+    here: str
+    argv: list[str]
+    stdin: str
+
+
+class NodeLost(LaunchFailed):
+    """A node has no agent, or its agent refuses something; ``code`` is the exit code that stands for it."""
+
+    def __init__(self, host: str, why: str, code: int = LOST):
+        super().__init__(why)
+        self.host, self.code = host, code
 
 
 class Printer:
@@ -77,14 +95,6 @@ def _write(fd: int, text: bytes) -> None:
             left = left[os.write(fd, left) :]
 
 
-@dataclasses.dataclass
-class _Starter:
-    """A process that has started agents: a remote shell, or a step of srun."""
-
-    process: Process
-    hosts: list[str]
-
-
 class _Node:
     """What is known of a node and its agent."""
 
@@ -92,7 +102,7 @@ class _Node:
         self.name = name
         self.connection: Connection | None = None
         self.heard = 0.0
-        self.starter: _Starter | None = None
+        self.starter: Process | None = None  # of its agent
         self.pause_s = _PAUSE_S
         self.again: asyncio.TimerHandle | None = None  # when it is tried again
         self.awaited: list[asyncio.Future[Connection]] = []
@@ -100,28 +110,26 @@ class _Node:
 
 
 class Agents:
-    """Starts ranks on the nodes of a system, and asks the nodes. A context manager.
+    """Has an agent on each node of a system, and asks the nodes. A context manager.
 
     Not collective; its public methods up to `ask` are for other threads than that of the loop, all others for the loop.
 
     Args:
         system: has the nodes.
-        hosts: the nodes to have agents on.
         lost_s: a side that is silent for so long is lost.
         greeting: what agents are told besides, see `launch.agent`.
-        guard: the agent of the node that it chooses runs ``argv``, with ``stdin``, if this process is lost.
+        guard: what one agent runs if this process is lost.
     """
 
-    def __init__(self, system: System, hosts: Sequence[str], lost_s: float = SILENCE_S,
-                 greeting: Mapping[str, Any] | None = None,
-                 guard: ChooseGuard = lambda hosts: None):  # fmt: skip
-        self.system, self.lost_s, self.printer = system, lost_s, Printer()
+    def __init__(self, system: System, lost_s: float = SILENCE_S,
+                 greeting: Mapping[str, Any] | None = None, guard: Guard | None = None):  # fmt: skip
+        self.system, self.hosts, self.printer, self._lost_s = system, system.hosts, Printer(), lost_s
         self.used: list[int] = []  # ports of earlier starts
         self.token = secrets.token_hex(16)
         self.address = ("", 0)  # where agents connect
         self._greeting, self._guard, self._guarded = dict(greeting or {}), guard, ""
-        self._nodes = {host: _Node(host) for host in hosts}
-        self._starters: list[_Starter] = []  # that have not ended
+        self._nodes = {host: _Node(host) for host in self.hosts}
+        self._starters: dict[Process, list[str]] = {}  # that have not ended, and the nodes of their agents
         self._numbers, self._shown = itertools.count(1), set[tuple[str, str]]()
         self.starts: list[StartedRanks] = []
         self._is_closing = False
@@ -157,14 +165,6 @@ class Agents:
         """Run a coroutine in the loop, from another thread."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
-    def hosts(self) -> list[str]:
-        """All nodes, including spares, in order."""
-        return [*self._nodes]
-
-    def start(self, seats: NodeAssignment, argv: Sequence[str], env: Mapping[str, str]) -> Ranks:
-        """Start a program on all ranks. ``env`` is added to the environment of this process."""
-        return StartedRanks(self, processes_of(seats), program_of(argv, env, seats))
-
     def ask(self, hosts: Sequence[str], what: str, timeout_s: float, behind_s: float | None = None, **fields: Any
             ) -> dict[str, Any]:  # fmt: skip
         """Ask nodes (see `tools.node_status`). Return the answers of those that have one.
@@ -173,37 +173,34 @@ class Agents:
             behind_s: how much longer to wait for the others once half of the nodes have answered; None: no limit but
                 the deadline.
         """
-        answers, wrong = self.call(self._ask_all(hosts, what, timeout_s, behind_s, fields))
+        asked = {host: self.question(host, what, **fields) for host in hosts}
+        answers, wrong = self.call(self._gather(asked, timeout_s, behind_s))
         for host, why in wrong.items():
             if (host, why) not in self._shown:
                 self._shown.add((host, why))
                 log.warning("%s does not answer: %s", host, why)
         return answers
 
-    async def _ask_all(self, hosts: Sequence[str], what: str, timeout_s: float, behind_s: float | None,
-                       fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:  # fmt: skip
-        tasks = {host: self.loop.create_task(self.question(host, what, **fields)) for host in hosts}
-        wrong = await self._wait_for(tasks, timeout_s, behind_s)
-        return {host: task.result() for host, task in tasks.items() if host not in wrong}, wrong
-
-    async def _wait_for(self, tasks: Mapping[str, asyncio.Task[Any]], timeout_s: float, behind_s: float | None
-                        ) -> dict[str, str]:  # fmt: skip
-        """Wait for something of each node. Return for which it did not come, and why."""
-        pending, wrong = {*tasks.values()}, dict.fromkeys(tasks, f"it has not answered within {timeout_s:g} s")
-        end = self.loop.time() + timeout_s
+    async def _gather(self, asked: Mapping[str, Coroutine[Any, Any, T]], timeout_s: float, behind_s: float | None
+                      ) -> tuple[dict[str, T], dict[str, str]]:  # fmt: skip
+        """Wait for something of each node. Return what has come, and why nothing has come of the other nodes."""
+        tasks = {host: self.loop.create_task(work) for host, work in asked.items()}
+        pending, end = {*tasks.values()}, self.loop.time() + timeout_s
         while pending and (left_s := end - self.loop.time()) > 0:
             _, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             come = [task for task in tasks.values() if task not in pending and task.exception() is None]
             if behind_s is not None and 2 * len(come) >= len(tasks):
                 end, behind_s = min(end, self.loop.time() + behind_s), None
+        answers, wrong = dict[str, T](), dict[str, str]()
         for host, task in tasks.items():
             if task in pending:
                 task.cancel()
+                wrong[host] = f"it has not answered within {timeout_s:g} s"
             elif (error := task.exception()) is not None:
                 wrong[host] = error.message if isinstance(error, LaunchFailed) else repr(error)
             else:
-                del wrong[host]
-        return wrong
+                answers[host] = task.result()
+        return answers, wrong
 
     # In the loop
 
@@ -252,13 +249,13 @@ class Agents:
             connection.close(why)
         for waiting in [*node.awaited, *node.questions.values()]:
             if not waiting.done():
-                waiting.set_exception(NodeLost(why, code))
+                waiting.set_exception(NodeLost(host, why, code))
         node.awaited = []
         if self._is_closing:
             return
         starter, node.starter = node.starter, None
-        if starter in self._starters and len(starter.hosts) == 1:
-            self.loop.run_in_executor(None, self.system.end_agents, starter.process)
+        if starter is not None and self._starters.get(starter) == [host]:
+            self._end_agents(starter)
         for start in list(self.starts) if connection is not None else ():
             start.host_lost(host, why)
         self._choose_guard()
@@ -271,13 +268,13 @@ class Agents:
 
     async def _open(self) -> None:
         self._port = Port(self.token, self._meet, LARGEST_NBYTES)
-        await self._port.listen(listener_at(self.system.own_address()))
+        await self._port.listen(listener_at(own_address(self.system.is_here, os.environ)))
         self.address = self._port.address
-        self._greeting |= {"address": self.address, "token": self.token, "lost_s": self.lost_s}
+        self._greeting |= {"address": self.address, "token": self.token, "lost_s": self._lost_s}
         self._beats = self.go(self._beat())
-        self._start_agents([*self._nodes])
-        there = {host: self.loop.create_task(self.connected(host)) for host in self._nodes}
-        await self._wait_for(there, ANSWER_S, _BEHIND_S)  # a node without an agent is missed when it is needed
+        self._start_agents(self.hosts)
+        # A node without an agent is missed when it is needed.
+        await self._gather({host: self.connected(host) for host in self.hosts}, ANSWER_S, _BEHIND_S)
 
     def _start_agents(self, hosts: list[str], is_again: bool = False) -> None:
         try:
@@ -288,29 +285,30 @@ class Agents:
             for host in hosts:
                 self.loop.call_soon(self.lose, host, error.message)
             return
-        for names, process in started:
-            starter = _Starter(process, names)
-            self._starters.append(starter)
+        for starter, names in started.items():
+            self._starters[starter] = names
             for name in names:
                 self._nodes[name].starter = starter
-            pidfd = os.pidfd_open(process.pid)
+            pidfd = os.pidfd_open(starter.pid)
             self.loop.add_reader(pidfd, self._note_end, starter, pidfd)
             self.loop.call_later(ANSWER_S, self._give_up, starter)
 
-    def _note_end(self, starter: _Starter, pidfd: int) -> None:
+    def _end_agents(self, starter: Process) -> None:
+        self.loop.run_in_executor(None, self.system.end_agents, starter)
+
+    def _note_end(self, starter: Process, pidfd: int) -> None:
         self.loop.remove_reader(pidfd)
         os.close(pidfd)
-        code: int = starter.process.wait()
+        code = starter.wait()
         code = code if code >= 0 else 128 - code
-        self._starters.remove(starter)
-        for node in map(self._nodes.__getitem__, starter.hosts):
-            if node.starter is starter:
-                self.lose(node.name, f"{self.system.program} ended with exit code {code}", code or LOST)
+        for host in self._starters.pop(starter):
+            if self._nodes[host].starter is starter:
+                self.lose(host, f"{self.system.program} ended with exit code {code}", code or LOST)
 
-    def _give_up(self, starter: _Starter) -> None:
-        for node in map(self._nodes.__getitem__, starter.hosts):
-            if node.starter is starter and node.connection is None:
-                self.lose(node.name, f"it has not answered within {ANSWER_S:g} s")
+    def _give_up(self, starter: Process) -> None:
+        for host in self._starters.get(starter, ()):
+            if self._nodes[host].starter is starter and not self.is_there(host):
+                self.lose(host, f"it has not answered within {ANSWER_S:g} s")
 
     def _meet(self, connection: Connection, hello: dict[str, Any]) -> None:
         node = self._nodes[hello["host"]]
@@ -329,10 +327,12 @@ class Agents:
 
     def _choose_guard(self) -> None:
         """Have one agent of another node know what to do if this process, or its node, is lost."""
-        there = [node.name for node in self._nodes.values() if node.connection is not None]
-        if self._guarded not in there and (chosen := self._guard(there)) is not None:
-            self._guarded, order = chosen
-            self.order(self._guarded, "guard", **order)
+        if (guard := self._guard) is None:
+            return
+        others = [host for host in self.hosts if host != guard.here and self.is_there(host)]
+        if others and self._guarded not in others:
+            self._guarded = others[-1]
+            self.order(self._guarded, "guard", argv=guard.argv, stdin=guard.stdin)
 
     def _note_loss(self, node: _Node, connection: Connection, why: str) -> None:
         if node.connection is connection:
@@ -345,7 +345,7 @@ class Agents:
                 if (answer := node.questions.get(number)) is None or answer.done():
                     return
                 if "error" in message:
-                    answer.set_exception(NodeLost(str(message["error"]), int(message.get("code", 1))))
+                    answer.set_exception(NodeLost(node.name, str(message["error"]), int(message.get("code", 1))))
                 else:
                     answer.set_result(message["is"])
             case {"ended": str(name), "code": int(code)}:
@@ -369,27 +369,27 @@ class Agents:
                 if node.connection is None:
                     continue
                 node.connection.send({})
-                if now - node.heard > self.lost_s:
-                    self.lose(node.name, f"nothing was heard from {node.name} for {self.lost_s:g} s")
-            await asyncio.sleep(self.lost_s / BEATS)
+                if now - node.heard > self._lost_s:
+                    self.lose(node.name, f"nothing was heard from {node.name} for {self._lost_s:g} s")
+            await asyncio.sleep(self._lost_s / BEATS)
 
     async def _close(self) -> None:
         self._is_closing = True
         if not self._greeting.get("address"):
             return
         self._port.close()
-        is_whole = all(node.connection is not None for node in self._nodes.values())
+        is_whole = all(map(self.is_there, self.hosts))
         for node in self._nodes.values():
             self.order(node.name, "bye")
             if node.again is not None:
                 node.again.cancel()
-        for starter in self._starters:
-            if not any(self.is_there(host) for host in starter.hosts):
-                self.loop.run_in_executor(None, self.system.end_agents, starter.process)
+        for starter, hosts in self._starters.items():
+            if not any(map(self.is_there, hosts)):
+                self._end_agents(starter)
         # A step of srun does not end by itself if one of its nodes is dead.
         await self._starters_end(_COURIERS_S if is_whole else _END_S)
         for starter in self._starters:
-            self.loop.run_in_executor(None, self.system.end_agents, starter.process)
+            self._end_agents(starter)
         await self._starters_end(KILL_WAIT_S)
         self._beats.cancel()
         for node in self._nodes.values():

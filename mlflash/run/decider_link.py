@@ -1,6 +1,6 @@
 """The connection of a training process to its agent, and so to `mlflash run`, which decides who has which rank.
 
-`run.kept_ranks` has the messages. When a rank is lost, the thread that receives them calls all functions in
+`run.started_ranks` has the messages. When a rank is lost, the thread that receives them calls all functions in
 `on_lost` with the number of the round. They must end whatever the training waits in.
 """
 
@@ -72,8 +72,7 @@ class DeciderLink:
     def seat(self, after: int) -> Seat:
         """Wait for the rank that this process has in a round after the given one, however long it takes."""
         self._news.wait_for(lambda: self._has_ended or (self._seat is not None and self._seat.round > after))
-        seat = self._seat
-        if seat is None or seat.round <= after:
+        if (seat := self._seat) is None or seat.round <= after:
             raise MlflashError("mlflash run has ended, so this process cannot get a rank")
         return seat
 
@@ -106,25 +105,23 @@ class DeciderLink:
         raise RoundOver(f"round {number} is over: {self._why or 'mlflash run has ended'}")
 
     def _take(self, message: dict[str, Any]) -> None:
-        lost: int | None = None
+        calls: list[Callable[[int], None]] = []
         match message:
             case {"seat": dict(told)}:
                 seat = Seat(**told)
                 self._texts = {key: text for key, text in self._texts.items() if key[0] >= seat.round}
                 self._seat = seat
             case {"lost": int(number), "why": str(why)}:
-                self._why, self.heard_at = why, time.monotonic()
-                self._over = lost = number  # last: it is what others look at
+                self._why, self.heard_at, calls = why, time.monotonic(), list(self.on_lost)
+                self._over = number  # last: it is what others look at
             case {"text": int(number), "what": str(what), "is": str(text)}:
                 self._texts[number, what] = text
             case _:
                 log.debug("ignored a message that this process does not understand: %s", str(message)[:80])
         self._news.tell()
-        if lost is None:
-            return
-        for call in list(self.on_lost):
+        for call in calls:
             try:
-                call(lost)
+                call(self._over)
             except Exception:
                 log.exception("could not interrupt a wait of the training")
 

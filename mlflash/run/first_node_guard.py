@@ -7,23 +7,26 @@ the newest checkpoint in memory to the directory, and requeues the job. All rank
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from ..errors import LaunchFailed
 from ..launch.own_process import running
-from .agents import Agents
+from .agents import Agents, Guard
 from .launch_system import RunLog, RunOptions
 from .node_watch import Looks
 from .on_slurm import OnSlurm, ask, hosts_of, is_lost, states_of
 from .supervisor import wind_up
+
+T = TypeVar("T")
 
 _ASK_S = 3.0  # between two questions whether the node is lost
 _SILENCE_S = 15.0  # since the loss of `mlflash run`: the other agents notice it, too, and kill their ranks
@@ -31,24 +34,14 @@ _ASK_AGAIN_S = 0.5
 _ASK_LONG_S = 300.0
 
 
-class Guard:
-    """Which agent is the guard, and what it needs: see `agents.Agents`.
-
-    There is none if the job has no other node, or if this process runs on none of the job's nodes (in an salloc).
-    """
-
-    def __init__(self, slurm: OnSlurm, options: RunOptions, run_log: Path | None):
-        self._here = os.environ.get("SLURMD_NODENAME", "")
-        told = {"job": slurm.job, "host": self._here, "extra": slurm.extra, "options": dataclasses.asdict(options),
-                "run_log": str(run_log.absolute()) if run_log else None,
-                "slurm": {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}}  # fmt: skip
-        self._order = {"argv": running("mlflash.run.first_node_guard"), "stdin": json.dumps(told)}
-        self._is_inside = self._here in slurm.hosts()
-
-    def __call__(self, hosts: Collection[str]) -> tuple[str, dict[str, Any]] | None:
-        """Choose one of these nodes."""
-        others = [host for host in hosts if host != self._here]
-        return (others[-1], self._order) if others and self._is_inside else None
+def guard_of(slurm: OnSlurm, options: RunOptions, run_log: Path | None) -> Guard | None:
+    """What an agent of another node runs as the guard. None: this process is on no node of the job (in an salloc)."""
+    here = os.environ.get("SLURMD_NODENAME", "")
+    told = {"job": slurm.job, "host": here, "extra": slurm.extra, "options": dataclasses.asdict(options),
+            "run_log": str(run_log.absolute()) if run_log else None,
+            "slurm": {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}}  # fmt: skip
+    argv = running("mlflash.run.first_node_guard")
+    return Guard(here, argv, json.dumps(told)) if here in slurm.hosts else None
 
 
 def main() -> int:
@@ -63,7 +56,8 @@ def main() -> int:
     _wait_until_lost(told["host"])
     run_log = RunLog(Path(told["run_log"]) if told["run_log"] else None)
     try:
-        _take_over(OnSlurm(told["job"], told["extra"]), told["host"], RunOptions(**told["options"]), run_log)
+        left = [host for host in _insist(lambda: hosts_of(told["job"])) if host != told["host"]]
+        _take_over(OnSlurm(told["job"], left, told["extra"]), told["host"], RunOptions(**told["options"]), run_log)
     except Exception as error:  # nobody reads what this process prints
         run_log.note("guard", why=f"node {told['host']} died, on which mlflash run was running", failed=repr(error))
         raise
@@ -84,12 +78,12 @@ def _is_lost(host: str) -> bool:
         return False
 
 
-def _hosts_left(job: str) -> list[str]:
-    """The nodes of a job. slurmctld may answer slowly right after a node has died, so this asks again."""
+def _insist(question: Callable[[], T]) -> T:
+    """Ask Slurm until it answers: it may be slow right after a node has died, or not ready for an order yet."""
     end = time.monotonic() + _ASK_LONG_S
     while True:
         try:
-            return hosts_of(job)
+            return question()
         except LaunchFailed:
             if time.monotonic() > end:
                 raise
@@ -99,9 +93,8 @@ def _hosts_left(job: str) -> list[str]:
 def _take_over(slurm: OnSlurm, host: str, options: RunOptions, run_log: RunLog) -> None:
     """Wind up. Then requeue the job, or cancel it if requeuing is not allowed."""
     why = f"node {host} died, on which mlflash run was running"
-    left = [name for name in _hosts_left(slurm.job) if name != host]
-    with Agents(slurm, left) as agents:
-        scavenged = wind_up(agents, Looks(agents, options.memory, options.job, 0, ""), options, left)
+    with Agents(slurm) as agents:
+        scavenged = wind_up(agents, Looks(agents, options.memory, options.job, 0, ""), options)
     try:
         ask(["scontrol", "requeue", slurm.job])
     except LaunchFailed as error:
@@ -109,14 +102,11 @@ def _take_over(slurm: OnSlurm, host: str, options: RunOptions, run_log: RunLog) 
         ask(["scancel", slurm.job], check=False)
         return
     run_log.note("guard", why=why, scavenged=scavenged, requeued=True)
-    end = time.monotonic() + _ASK_LONG_S
-    # Ask Slurm to start the job on the same nodes, because their memory has the checkpoints.
-    while time.monotonic() < end and left and (options.keep_memory or not scavenged):
-        try:
-            ask(["scontrol", "update", f"jobid={slurm.job}", f"nodelist={','.join(left)}"])
-            return
-        except LaunchFailed:  # too early
-            time.sleep(_ASK_AGAIN_S)
+    if slurm.hosts and (
+        options.keep_memory or not scavenged
+    ):  # on the same nodes, because their memory has the checkpoints
+        with contextlib.suppress(LaunchFailed):
+            _insist(lambda: ask(["scontrol", "update", f"jobid={slurm.job}", f"nodelist={','.join(slurm.hosts)}"]))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ def fork_spares(fits: Callable[[], bool]) -> None:
 
     This process continues itself if it has threads, which a child would not have, or if its child does not fit.
     """
+    global _seed
     me, name, drawn = os.getpid(), Path("/proc/self/comm").read_text().strip(), random.getstate()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the seed leaves signals to its child
     while True:
@@ -47,7 +48,10 @@ def fork_spares(fits: Callable[[], bool]) -> None:
                 os._exit(0)
             set_name(name)
             random.setstate(drawn)  # Python seeds the generator anew in a child
-            _begin(its.detach(), fits)
+            _seed = its.detach()
+            if not fits():
+                _say(_seed, _UNFIT)
+                os._exit(0)
             break
         its.close()
         # Libraries that allow forks, such as OpenBLAS, have ended their threads before the fork.
@@ -81,14 +85,6 @@ def begin_anew(rank: int) -> NoReturn:
         os._exit(0)
     os.environ[PRESUMED] = str(rank)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def _begin(seed: int, fits: Callable[[], bool]) -> None:
-    global _seed
-    if not fits():
-        _say(seed, _UNFIT)
-        os._exit(0)
-    _seed = seed
 
 
 def _say(seed: int, line: str) -> None:

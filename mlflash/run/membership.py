@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 _SAME_STEP = 2  # rounds that may begin at one step; a third would probably fail, too
 _IN_VAIN = 3  # processes that may end before they are ready, and rounds that may fail before all ranks have begun
-_NEVER = float("inf")
+NEVER = float("inf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +63,13 @@ class Membership:
     """The processes of one start of a job."""
 
     def __init__(self, members: Sequence[Member], acts: Acts, deadlines: Deadlines, now: float):
-        self._members = {member.name: member for member in members}
+        self.members = {member.name: member for member in members}
         self._acts, self._deadlines = acts, deadlines
         self.size = sum(member.rank is not None for member in members)
         self.round, self.over = 1, ""  # over: why there is no next round; "" while there may be one
         self.hosts = tuple(one.host for one in self._seated())
         self.code: int | None = None  # exit code, if it is over or all have finished
-        self._phase, self.until = "starting", _NEVER  # a loss before all have begun ends the start
+        self._phase, self.until = "starting", NEVER  # a loss before all have begun ends the start
         self._why, self._lost, self._since = "", list[int](), now
         self._step: int | None = None  # the step at which the last round began
         self._same_step = self._code = 0
@@ -86,7 +86,7 @@ class Membership:
 
         Either it was started with this rank, or it has begun its program anew and has lost what it was told.
         """
-        member = self._members[name]
+        member = self.members[name]
         member.is_ready, self._in_vain = True, 0
         if member.rank is not None and self._phase in ("starting", "seating"):
             self._give(member)
@@ -95,17 +95,17 @@ class Membership:
         self._look(now)
 
     def left(self, name: str, number: int, now: float) -> None:
-        member = self._members[name]
+        member = self.members[name]
         member.left, member.is_ready = number, True
         self._look(now)
 
     def here(self, name: str, number: int) -> None:
         """Note that a process has reached a round and waits for others."""
-        self._members[name].is_here = number == self.round
+        self.members[name].is_here = number == self.round
 
     def trains(self, name: str, number: int, step: int, times: dict[str, float], now: float) -> None:
         """Note that a process trains in a round from a step on, and how long each part took, in seconds."""
-        member = self._members[name]
+        member = self.members[name]
         if number != self.round or self._phase not in ("starting", "seating"):
             return
         member.is_in, member.is_ready = True, False
@@ -118,25 +118,25 @@ class Membership:
             self._failed = 0
         self._same_step = self._same_step + 1 if step == self._step else 1
         if self._same_step > _SAME_STEP:
-            self._end(f"{self._named()} was lost, and {_SAME_STEP} rounds had already begun at step {step}", self._code)
+            self._end(f"{self._named()} was lost, and {_SAME_STEP} rounds had already begun at step {step}")
             return
-        self._step, self._phase, self.until = step, "training", _NEVER
+        self._step, self._phase, self.until = step, "training", NEVER
         self._lost = []
         self._fill_places()
 
     def done(self, name: str, number: int) -> None:
         """Note that the training of a process has finished in a round. It cannot go back any more."""
-        self._members[name].is_done = number == self.round and self._phase == "training"
+        self.members[name].is_done = number == self.round and self._phase == "training"
 
     def text(self, name: str, number: int, what: str, text: str) -> None:
-        if number == self.round and self._members[name].rank == 0:
+        if number == self.round and self.members[name].rank == 0:
             self._texts[what] = text
             for one in self._staying():
                 self._tell_text(one, what, text)
 
     def ended(self, name: str, code: int, why: str, now: float) -> None:
         """Note that a process has ended. If it failed, start another one in its place as soon as all ranks train."""
-        member = self._members[name]
+        member = self.members[name]
         if member.code is not None or self.over:
             return
         member.code = code
@@ -151,7 +151,7 @@ class Membership:
         self._fill_places()
 
     def host_lost(self, host: str, why: str, now: float) -> None:
-        lost = [one for one in self._members.values() if one.host == host and one.code is None and not self.over]
+        lost = [one for one in self.members.values() if one.host == host and one.code is None and not self.over]
         self._places = [place for place in self._places if place[0] != host]
         for member in lost:
             member.code = 255
@@ -161,16 +161,19 @@ class Membership:
         self._fill_places()
 
     def host_back(self, host: str) -> None:
-        """Note that a lost host is back, and start as many processes there as it had."""
-        for local in sorted({one.local for one in self._members.values() if one.host == host}):
-            if not self.over:
-                self._start(host, local)
+        """Note that a host has an agent again. If it was lost, start as many processes there as it had."""
+        there = [one for one in self.members.values() if one.host == host]
+        if self.over or not there or any(one.code is None for one in there):
+            return
+        self._acts.note("host_back", host=host)
+        for local in sorted({one.local for one in there}):
+            self._start(host, local)
 
     def look(self, now: float) -> None:
         if self.over or now < self.until:
             return
         if self._phase == "waiting":
-            self._end(f"no process was ready in time to take the place of {self._named()}", self._code)
+            self._end(f"no process was ready in time to take the place of {self._named()}")
             return
         self.until = now + self._deadlines.ready_s  # for the killed processes to end
         if self._phase == "leaving":
@@ -187,7 +190,7 @@ class Membership:
     def _fill_places(self) -> None:
         """Start missing processes, unless others are recovering and do not need them: imports take all cores."""
         empty = [one for one in self._seated() if one.code is not None]
-        spares = [one for one in self._members.values() if one.rank is None and one.code is None]
+        spares = [one for one in self.members.values() if one.rank is None and one.code is None]
         if self.over or (self._phase != "training" and len(spares) >= len(empty)):
             return
         places, self._places = self._places, []
@@ -196,11 +199,11 @@ class Membership:
 
     def _start(self, host: str, local: int) -> None:
         fresh = self._acts.start(host, local)
-        self._members[fresh] = Member(fresh, host, local)
+        self.members[fresh] = Member(fresh, host, local)
 
     def _seated(self) -> list[Member]:
         """The processes that have a rank, in order of rank. A lost one keeps it until another process gets it."""
-        return sorted((one for one in self._members.values() if one.rank is not None), key=lambda one: one.rank or 0)
+        return sorted((one for one in self.members.values() if one.rank is not None), key=lambda one: one.rank or 0)
 
     def _staying(self) -> list[Member]:
         return [one for one in self._seated() if one.code is None]
@@ -214,15 +217,13 @@ class Membership:
             self._why, self._since, self._code = why, now, members[0].code or 0
         self._lost = sorted({*self._lost, *(one.rank for one in members if one.rank is not None)})
         if all(one.code for one in self._seated()):
-            self._end(f"all ranks were lost, the last one {self._named()}", self._code)
+            self._end(f"all ranks were lost, the last one {self._named()}")
         elif self._phase == "starting":
-            self._end(f"{self._named()} was lost before all ranks had begun", self._code)
+            self._end(f"{self._named()} was lost before all ranks had begun")
         elif any(one.code == 0 or (one.is_done and one.code is None) for one in self._seated()):
-            self._end(f"{self._named()} was lost after other ranks had finished", self._code)
+            self._end(f"{self._named()} was lost after other ranks had finished")
         elif self._failed >= _IN_VAIN:
-            self._end(
-                f"{self._named()} was lost, and {_IN_VAIN} rounds had failed before all ranks had begun", self._code
-            )
+            self._end(f"{self._named()} was lost, and {_IN_VAIN} rounds had failed before all ranks had begun")
         elif self._phase in ("training", "seating"):
             self._failed += self._phase == "seating"
             self._phase, self.until = "leaving", now + self._deadlines.leave_s
@@ -236,7 +237,7 @@ class Membership:
         if any(one.left < self.round for one in self._staying()):
             return
         empty = [one for one in self._seated() if one.code is not None]
-        waiting = [one for one in self._members.values() if one.rank is None and one.is_ready and one.code is None]
+        waiting = [one for one in self.members.values() if one.rank is None and one.is_ready and one.code is None]
         if len(waiting) < len(empty):
             if self._phase == "leaving":
                 self._phase, self.until = "waiting", now + self._deadlines.ready_s
@@ -262,5 +263,5 @@ class Membership:
     def _tell_text(self, member: Member, what: str, text: str) -> None:
         self._acts.tell(member.name, {"text": self.round, "what": what, "is": text})
 
-    def _end(self, why: str, code: int) -> None:
-        self.over, self.code = why, code or 1
+    def _end(self, why: str) -> None:
+        self.over, self.code = why, self._code or 1

@@ -5,17 +5,15 @@ A failure of a look costs time, but never the job: what a node does not report i
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..telemetry.heartbeat import has_own_courier, is_without_courier, why_unread
 from ..version import __version__
 from .agents import Agents
-from .launch_system import NodeAssignment
 
 log = logging.getLogger("mlflash")
 
@@ -23,22 +21,6 @@ Heartbeat = dict[str, Any]  # what a rank reported last, see `mlflash.telemetry.
 LOOK_S = 20.0  # deadline of a look at the nodes, in seconds
 _BEHIND_S = 8.0  # a node that answers this much later than most others counts as silent
 _STACKS_S = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """The end of a start."""
-
-    last_beat: float
-    noticed: float  # when `mlflash run` had noticed the failure and ended the remaining ranks, Unix time
-    saved: int | None  # the last step that any rank gave to a save; None if there was none, or if it is unknown
-
-
-def failure(heartbeats: Sequence[Heartbeat], noticed: float) -> Failure:
-    """How a start ended, from the last heartbeats of its ranks."""
-    beats = [float(heartbeat["beat"]) for heartbeat in heartbeats]
-    saved = [int(heartbeat["saved"]) for heartbeat in heartbeats if heartbeat["saved"] is not None]
-    return Failure(max(beats, default=noticed), noticed, max(saved, default=None))
 
 
 def unrestorable(heartbeats: Sequence[Heartbeat]) -> str:
@@ -57,21 +39,29 @@ def is_suspect(heartbeats: Sequence[Heartbeat]) -> bool:
                for heartbeat in heartbeats)  # fmt: skip
 
 
-def recovery(heartbeats: Sequence[Heartbeat], before: Failure | None, started: float) -> dict[str, Any]:
-    """What a start restored, and how long the recovery from the failure before it took, for the log of the run."""
+def recovery(heartbeats: Sequence[Heartbeat], started: float, before: Sequence[Heartbeat], noticed: float | None
+             ) -> dict[str, Any]:  # fmt: skip
+    """What a start restored, and how long the recovery from the failure before it took, for the log of the run.
+
+    Args:
+        before: the last heartbeats of the start that failed.
+        noticed: when the failure was noticed and the remaining ranks were ended, Unix time; None: nothing had failed.
+    """
     found: dict[str, Any] = {what: next((heartbeat[what] for heartbeat in heartbeats if heartbeat[what]), None)
                              for what in ("restored", "source")}  # fmt: skip
     times = {what: [heartbeat["times"][what] for heartbeat in heartbeats if what in heartbeat["times"]]
              for what in ("made", "restored", "saved")}  # fmt: skip
-    if before is None or not all(times.values()):
+    if noticed is None or not all(times.values()):
         return found
     made, restored, saved = (max(times[what]) for what in ("made", "restored", "saved"))
-    if before.saved is not None and found["restored"] is not None:
-        found["steps_lost"] = before.saved - found["restored"]
-    marks = (before.last_beat, before.noticed, started, made, restored, saved)
+    steps = [heartbeat["saved"] for heartbeat in before if heartbeat["saved"] is not None]
+    if steps and found["restored"] is not None:
+        found["steps_lost"] = max(steps) - found["restored"]
+    last_beat = max((heartbeat["beat"] for heartbeat in before), default=noticed)
+    marks = (last_beat, noticed, started, made, restored, saved)
     spans = [round(after - first, 3) for first, after in itertools.pairwise(marks)]
     names = ("detect_s", "look_s", "launch_s", "restore_s", "first_step_s")
-    return found | {"outage_s": round(saved - before.last_beat, 3)} | dict(zip(names, spans, strict=True))
+    return found | {"outage_s": round(saved - last_beat, 3)} | dict(zip(names, spans, strict=True))
 
 
 def ask(agents: Agents, hosts: Sequence[str], what: str, **fields: Any) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -113,8 +103,6 @@ class Looks:
         self._of_job: dict[str, Any] = {"memory": memory, "job": job}
         self._said: dict[str, dict[str, Any]] = {}
         self._warned: set[str] = set()
-        self._asked = 0  # looks so far
-        self._last: dict[str, int] = {}  # number of the last look at each node: looks may overlap
 
     def clean(self, hosts: Sequence[str]) -> None:
         """Delete what the job holds in the memory of nodes."""
@@ -123,28 +111,27 @@ class Looks:
             log.warning("the slots stay in the memory of %s, because cleaning it failed", ", ".join(left))
 
     def look(self, hosts: Sequence[str]) -> None:
-        """Ask nodes for their status. Forget nodes that do not answer, unless a later look has already an answer."""
-        self._asked += 1
-        this = self._asked
+        """Ask nodes for their status. Forget nodes that do not answer."""
+        self.take(hosts, *self.ask(hosts))
+
+    def ask(self, hosts: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+        """Ask nodes for their status, on any thread. `take` takes what this returns."""
         try:
-            told, unread = ask(self._agents, hosts, "status", **self._of_job, interface=self._interface)
+            return ask(self._agents, hosts, "status", **self._of_job, interface=self._interface)
         except Exception as error:  # a bug of mlflash must not end the job, and must not be silent
-            told, unread = {}, [f"the nodes cannot be asked for their status: {error!r}"]
-        unread += [
+            return {}, [f"the nodes cannot be asked for their status: {error!r}"]
+
+    def take(self, hosts: Sequence[str], told: Mapping[str, dict[str, Any]], unread: Sequence[str]) -> None:
+        """Note what these nodes have answered to `ask`."""
+        unread = [*unread, *(
             f"{host}: the courier of rank {one['rank']} (pid {one['courier_pid']}) died, and its trainer goes on"
             for host, document in told.items() for one in document["heartbeats"] if is_without_courier(one)
-        ]  # fmt: skip
+        )]  # fmt: skip
         for text in unread:
             if text not in self._warned:
                 log.warning("%s", text)
         self._warned = {*unread}
-        said = dict(self._said)
-        for host in (host for host in hosts if self._last.get(host, 0) < this):
-            self._last[host] = this
-            said.pop(host, None)
-            if host in told:
-                said[host] = told[host]
-        self._said = said
+        self._said = {host: said for host, said in self._said.items() if host not in hosts} | dict(told)
 
     def silent(self, hosts: Sequence[str]) -> list[str]:
         return [host for host in hosts if host not in self._said]
@@ -167,15 +154,12 @@ class Looks:
         return max(steps, default=None)
 
     def heartbeats(self, run: str) -> list[Heartbeat]:
-        return [
-            heartbeat for said in self._said.values() for heartbeat in said["heartbeats"] if heartbeat["run"] == run
-        ]
+        return [one for said in self._said.values() for one in said["heartbeats"] if one["run"] == run]
 
-    def show_stacks(self, hosts: Sequence[str], run: str) -> None:
+    def show_stacks(self, run: str) -> None:
         """Make every rank of a start, and its courier, print the stacks of their threads."""
-        for host in hosts:
-            heartbeats = self._said[host]["heartbeats"] if host in self._said else []
-            mine = [heartbeat for heartbeat in heartbeats if heartbeat["run"] == run]
+        for host, said in self._said.items():
+            mine = [one for one in said["heartbeats"] if one["run"] == run]
             pids = [one["pid"] for one in mine if one["alive"]]
             pids += [one["courier_pid"] for one in mine if has_own_courier(one) and one["courier_alive"]]
             if pids := [pid for pid in pids if pid]:  # 0: of another pid namespace
@@ -186,8 +170,8 @@ class Looks:
 class Watch:
     """What consecutive looks say about one run; after ``patience_s`` without progress it hangs; 0: it never does."""
 
-    def __init__(self, looks: Looks, run: str, seats: NodeAssignment, patience_s: float):
-        self._looks, self._run, self._seats, self._patience_s = looks, run, seats, patience_s
+    def __init__(self, looks: Looks, run: str, hosts: Sequence[str], ranks: int, patience_s: float):
+        self._looks, self.run, self._hosts, self._ranks, self._patience_s = looks, run, hosts, ranks, patience_s
         self._beats: dict[int, float] = {}  # the last beat of each rank, by the clock of its node
         self._progress = time.monotonic()  # when a look last showed a new one
         self._seen = 0  # the largest number of ranks seen in one look
@@ -199,7 +183,7 @@ class Watch:
         Progress of couriers does not count. Clocks of nodes may differ: it only matters whether a beat is another one
         than in the look before. As long as no rank that was heard of is heard again, nothing is known.
         """
-        beats = {int(heartbeat["rank"]): float(heartbeat["beat"]) for heartbeat in self._looks.heartbeats(self._run)}
+        beats = {int(heartbeat["rank"]): float(heartbeat["beat"]) for heartbeat in self._looks.heartbeats(self.run)}
         if any(self._beats.get(rank) != beat for rank, beat in beats.items()):
             self._beats |= beats
             self._progress = time.monotonic()
@@ -216,26 +200,22 @@ class Watch:
 
     def not_ended(self) -> str:
         """The ranks that have not reported that they finished, in words; "" if all have, or if none ever reported."""
-        heartbeats = self._looks.heartbeats(self._run)
-        if not heartbeats and not self._looks.silent(self._seats.hosts):
+        heartbeats = self._looks.heartbeats(self.run)
+        if not heartbeats and not self._looks.silent(self._hosts):
             log.warning("no rank made a Checkpointer: mlflash run judges this run by its exit code only")
             return ""
         missing = self._others(int(heartbeat["rank"]) for heartbeat in heartbeats if heartbeat["state"] == "ended")
         return f"the launcher returned 0, but ranks {missing[:8]} did not come to their end" if missing else ""
 
     def _missing(self) -> str:
-        if silent := self._looks.silent(self._seats.hosts):
+        if silent := self._looks.silent(self._hosts):
             return f"{', '.join(silent)} does not answer"
-        heartbeats = self._looks.heartbeats(self._run)
-        gone = [
-            int(heartbeat["rank"])
-            for heartbeat in heartbeats
-            if heartbeat["state"] == "started" and not heartbeat["alive"]
-        ]
+        heartbeats = self._looks.heartbeats(self.run)
+        gone = [int(one["rank"]) for one in heartbeats if one["state"] == "started" and not one["alive"]]
         if self._seen > len(heartbeats):  # a node restarted, and its memory is empty
             gone += self._others(int(heartbeat["rank"]) for heartbeat in heartbeats)
         self._seen = max(self._seen, len(heartbeats))
         return f"ranks {gone[:8]} died" if gone else ""
 
     def _others(self, ranks: Iterable[int]) -> list[int]:
-        return sorted({*range(self._seats.ranks)} - {*ranks})
+        return sorted({*range(self._ranks)} - {*ranks})

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import LaunchFailed
-from ..launch.interfaces import own_address
 from ..launch.launcher_variables import AGENT as GREETING
 from .launch_system import Process, System
 from .on_ssh import AGENT
-from .processes import ask_within, signal_group, spawn
+from .processes import ask_within, spawn
 
 # If a number of cores per task were set, the step would get these cores for itself. Couriers must run on the cores that
 # training does not use. The agent gives each rank its cores.
@@ -29,23 +27,20 @@ class OnSlurm(System):
 
     Args:
         job: id of the job whose nodes these are.
+        hosts: its nodes.
         extra: more arguments for srun, for the step of the agents.
     """
 
     program = "srun"
 
-    def __init__(self, job: str, extra: Sequence[str] = ()):
-        self.job, self.extra = job, list(extra)
+    def __init__(self, job: str, hosts: Sequence[str], extra: Sequence[str] = ()):
+        self.job, self.hosts, self.extra = job, list(hosts), list(extra)
         # For each step: other commands, such as `mlflash top`, may have agents on the same nodes.
         self._names: dict[int, str] = {}
 
-    def hosts(self) -> list[str]:
-        return ask(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]).split()
-
     def gone(self, hosts: Sequence[str]) -> dict[str, str]:
         try:
-            ours = hosts_of(self.job) or hosts
-            states = states_of(hosts)
+            ours, states = hosts_of(self.job) or hosts, states_of(hosts)
         except LaunchFailed:  # slurmctld does not answer: treat no node as gone
             return {}
         lost = {host: state for host, state in states.items() if is_lost(state)}
@@ -58,15 +53,7 @@ class OnSlurm(System):
         except LaunchFailed:
             return {}
 
-    def own_address(self) -> str:
-        return own_address(False, os.environ)
-
-    def address_of(self, host: str) -> str:
-        return host
-
-    def start_agents(
-        self, hosts: list[str], greeting: Mapping[str, Any], **more: Any
-    ) -> list[tuple[list[str], Process]]:
+    def start_agents(self, hosts: list[str], greeting: Mapping[str, Any], **more: Any) -> dict[Process, list[str]]:
         count, name = len(hosts), f"mlflash-{secrets.token_hex(4)}"
         # --export: in a job of `sbatch --export=NONE`, too. --overlap: Slurm keeps the cores of a step for a while
         # after one of its nodes has died.
@@ -77,7 +64,7 @@ class OnSlurm(System):
         environment[GREETING] = json.dumps(dict(greeting))
         process: Process = spawn(command, env=environment, stdout=subprocess.DEVNULL, **more)
         self._names[process.pid] = name
-        return [(list(hosts), process)]
+        return {process: list(hosts)}
 
     def end_agents(self, process: Process) -> None:
         """Cancel a step. If one of its nodes is dead, srun itself does not end by a signal."""
@@ -86,7 +73,7 @@ class OnSlurm(System):
         for number, step in (line.split() for line in text.splitlines() if len(line.split()) == 2):
             if step == name:
                 ask(["scancel", "--signal=KILL", number], check=False)
-        signal_group(process, signal.SIGKILL)
+        super().end_agents(process)
 
 
 def own_id(environ: Mapping[str, str]) -> str:
@@ -99,7 +86,12 @@ def own_id(environ: Mapping[str, str]) -> str:
 def hosts_of(job: str) -> list[str]:
     """The nodes that a job has now; none if it has ended. Raises LaunchFailed if Slurm does not answer."""
     told = ask(["squeue", "--noheader", "--jobs", job, "--format", "%N"]).strip()
-    return ask(["scontrol", "show", "hostnames", told]).split() if told else []
+    return names_in(told) if told else []
+
+
+def names_in(node_list: str) -> list[str]:
+    """The nodes of a list as Slurm writes it, such as ``node[2-4]``. Raises LaunchFailed if Slurm does not answer."""
+    return ask(["scontrol", "show", "hostnames", node_list]).split()
 
 
 def states_of(hosts: Sequence[str]) -> dict[str, str]:

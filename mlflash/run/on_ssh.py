@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shlex
-import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -14,10 +13,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..launch.agent_process import LOADED_BY
-from ..launch.interfaces import own_address
 from ..launch.own_process import running
 from .launch_system import Process, System
-from .processes import signal_group, spawn
+from .processes import spawn
 
 AGENT = running("mlflash.launch.agent")
 
@@ -26,26 +24,18 @@ class OnSsh(System):
     """See `launch_system.System`. ``shell``: ssh, or a program with the arguments of ssh."""
 
     def __init__(self, hosts: Sequence[str], shell: str = "ssh"):
-        self._hosts, self._shell = list(hosts), shell
+        self.hosts, self._shell = list(hosts), shell
         self._local = {"localhost", socket.gethostname()}
-        self._is_here = set(hosts) <= self._local
+        self.is_here = set(hosts) <= self._local
         self.program = os.path.basename(shell)
-
-    def hosts(self) -> list[str]:
-        return list(self._hosts)
-
-    def own_address(self) -> str:
-        return own_address(self._is_here, os.environ)
 
     def address_of(self, host: str) -> str:
         if host in self._local:
-            return "127.0.0.1" if self._is_here else socket.gethostname()
+            return "127.0.0.1" if self.is_here else socket.gethostname()
         return address_of(host)
 
-    def start_agents(
-        self, hosts: list[str], greeting: Mapping[str, Any], **more: Any
-    ) -> list[tuple[list[str], Process]]:
-        return [([host], self._start_agent(host, {**greeting, "host": host}, more)) for host in hosts]
+    def start_agents(self, hosts: list[str], greeting: Mapping[str, Any], **more: Any) -> dict[Process, list[str]]:
+        return {self._start_agent(host, {**greeting, "host": host}, more): [host] for host in hosts}
 
     def _start_agent(self, host: str, greeting: Mapping[str, Any], more: Mapping[str, Any]) -> Process:
         command = AGENT
@@ -57,9 +47,6 @@ class OnSsh(System):
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # if it has ended, its exit code tells
             stdin.write(json.dumps(greeting).encode() + b"\n")
         return process
-
-    def end_agents(self, process: Process) -> None:
-        signal_group(process, signal.SIGKILL)
 
 
 def address_of(host: str) -> str:

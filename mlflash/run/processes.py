@@ -84,24 +84,15 @@ def ask_within(
 def end_session(process: subprocess.Popen[Any], term_wait_s: float = 0.0) -> None:
     """End a process that leads a session, if it still runs, and all in its group. May be called twice.
 
-    SIGKILL comes ``term_wait_s`` after SIGTERM, which mpiexec passes on to ranks in other sessions; 0: at once.
+    SIGKILL comes ``term_wait_s`` after SIGTERM, which mpiexec passes on to ranks in other sessions; 0: at once. If the
+    process does not end by that, warn and leave it behind.
     """
-    if process.poll() is not None:
-        return
-    if term_wait_s:
-        signal_group(process, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(term_wait_s)
-            return
-    kill(process)
-
-
-def kill(process: subprocess.Popen[Any]) -> None:
-    """Kill a process that leads a session, and all in its group. If it does not end, warn and leave it behind."""
-    signal_group(process, signal.SIGKILL)
-    try:
-        process.wait(KILL_WAIT_S)
-    except subprocess.TimeoutExpired:
+    for number, wait_s in ((signal.SIGTERM, term_wait_s), (signal.SIGKILL, KILL_WAIT_S)):
+        if process.poll() is None and wait_s:
+            signal_group(process, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(wait_s)
+    if process.poll() is None:
         log.warning("process %d %s has not ended %g s after SIGKILL, and is left behind",
                     process.pid, _how_it_is(process.pid), KILL_WAIT_S)  # fmt: skip
 

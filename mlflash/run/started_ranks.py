@@ -1,30 +1,34 @@
-"""The ranks of one start, which agents have started: how they begin together, and how they end together."""
+"""The ranks of one start, which agents have started: how they begin together and end together, or replace each other.
+
+A process that stays when others are lost sends ``{"ready": true}`` when it waits for a rank, ``{"left": round}`` when
+it has left a round, ``{"here": round}`` when it has reached a round and may have to wait there for others, ``{"trains":
+round, "step", "times"}`` when it has begun to train, and ``{"done": round}`` when its training has ended. Rank 0 also
+sends ``{"text": round, "what", "is"}``, which is for all. It gets ``{"seat": {"round", "rank", "size", "lost_s",
+"ready_s"}}``, ``{"lost": round, "ranks", "why"}`` and those texts.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
 import itertools
 import os
 import secrets
 import signal
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ..errors import LaunchFailed
 from ..events import Event
 from ..launch.launcher_variables import without_rank
 from ..launch.ranks import LOST
 from ..launch.secret import TOKEN
-from .launch_system import NodeAssignment, NodeLost, Ranks
+from ..text import named
+from .agents import Agents, NodeLost
+from .launch_system import RunLog
+from .membership import NEVER, Deadlines, Member, Membership
 from .processes import KILL_WAIT_S
 
-if TYPE_CHECKING:
-    from .agents import Agents
-
-ANSWER_S = 60.0
-"""Deadline for agents to connect. It includes ssh or srun, and a Python from a slow file system."""
 _END_S = 5.0  # from SIGTERM to SIGKILL, if a rank has failed
 _OTHERS_S = 15.0  # limit for the other ranks to end then
 _CLOSED_S = 3.0  # limit for killed ranks to end
@@ -37,65 +41,81 @@ _STAYS = frozenset({
 _STAY = ("DBUS_", "SSH_", "SUDO_", "TMUX", "XDG_")
 
 
-@dataclasses.dataclass(frozen=True)
-class ProcessSpec:
-    """A process to start: its name, its node, its number there, and its rank; None: it waits for one."""
-
-    name: str
-    host: str
-    local: int
-    rank: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """What each process runs."""
-
-    argv: list[str]
-    directory: str
-    environment: dict[str, str]
-    size: int  # number of ranks
-
-
-def processes_of(seats: NodeAssignment) -> list[ProcessSpec]:
-    """The processes of the ranks of a start."""
-    places = itertools.product(seats.hosts, range(seats.ranks_per_node))
-    return [ProcessSpec(f"{host}#{local}", host, local, rank) for rank, (host, local) in enumerate(places)]
-
-
-def program_of(argv: Sequence[str], env: Mapping[str, str], seats: NodeAssignment) -> Program:
-    """What ranks run, in the environment and the directory of this process."""
-    try:
-        here = os.getcwd()
-    except OSError as error:
-        raise LaunchFailed(f"ranks have no directory to start in: {error.strerror}") from error
-    environment = {**travelling(os.environ), TOKEN: secrets.token_hex(16), **env,
-                   "LOCAL_WORLD_SIZE": str(seats.ranks_per_node)}  # fmt: skip
-    return Program(list(argv), here, environment, seats.ranks)
-
-
 def travelling(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of this environment that ranks on other hosts get, as from mpiexec: all but those of this host."""
     return {name: value for name, value in without_rank(environment).items()
             if name not in _STAYS and not name.startswith(_STAY)}  # fmt: skip
 
 
-class StartedRanks(Ranks):
-    """The ranks of one start, see `launch_system.Ranks`. If one fails, or a node is lost, all others are ended.
+def start(
+    agents: Agents, hosts: Sequence[str], ranks_per_node: int, argv: Sequence[str], env: Mapping[str, str]
+) -> StartedRanks:
+    """Start a program on all ranks. ``env`` is added to the environment of this process."""
+    return StartedRanks(agents, _ranks_on(hosts, ranks_per_node), argv, env)
+
+
+def start_kept(agents: Agents, spares: int, deadlines: Deadlines, run_log: RunLog, hosts: Sequence[str],
+               ranks_per_node: int, argv: Sequence[str], env: Mapping[str, str]) -> KeptRanks:  # fmt: skip
+    """Start ranks that stay when others are lost, and spares that wait for ranks.
+
+    Each node without ranks gets as many spare processes as other nodes have ranks. If there are no such nodes,
+    ``spares`` processes wait on the nodes with ranks.
+    """
+    others = [host for host in agents.hosts if host not in hosts]
+    places = [(host, local) for host in others for local in range(ranks_per_node)]
+    if not others:
+        places = [(hosts[number % len(hosts)], ranks_per_node + number // len(hosts)) for number in range(spares)]
+    waiting = [Member(f"{host}#{local}", host, local) for host, local in places]
+    return KeptRanks(agents, _ranks_on(hosts, ranks_per_node) + waiting, argv, env, deadlines, run_log)
+
+
+def _ranks_on(hosts: Sequence[str], ranks_per_node: int) -> list[Member]:
+    places = itertools.product(hosts, range(ranks_per_node))
+    return [Member(f"{host}#{local}", host, local, rank) for rank, (host, local) in enumerate(places)]
+
+
+Start = Callable[[Sequence[str], int, Sequence[str], Mapping[str, str]], "StartedRanks"]
+"""`start` or `start_kept`, without the arguments that are the same for all starts of a job."""
+
+
+class StartedRanks:
+    """The ranks of one start. If one fails, or a node is lost, all others are ended.
 
     Ranks find each other as under torchrun, by RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR (the host of
     rank 0) and MASTER_PORT (a free port, another one for each start).
+
+    Attributes:
+        replaces: whether this object itself detects lost ranks and nodes and replaces them, so that the start goes on.
     """
 
-    def __init__(self, agents: Agents, processes: Sequence[ProcessSpec], program: Program):
-        self._agents, self._processes, self._program = agents, list(processes), program
-        self._hosts = list(dict.fromkeys(process.host for process in processes if process.rank is not None))
-        self._living: dict[str, str] = {}  # host of each process, by its name
-        self._meets: dict[str, str] = {}
+    replaces = False
+
+    def __init__(self, agents: Agents, members: Sequence[Member], argv: Sequence[str], env: Mapping[str, str]):
+        try:
+            directory = os.getcwd()
+        except OSError as error:
+            raise LaunchFailed(f"ranks have no directory to start in: {error.strerror}") from error
+        self._agents, self._members = agents, list(members)
+        self._began_on = tuple(dict.fromkeys(member.host for member in members if member.rank is not None))
+        self._size = sum(member.rank is not None for member in members)
+        self._program = {"argv": list(argv), "directory": directory, "kept": self._size if self.replaces else 0}
+        self._environment = {**travelling(os.environ), TOKEN: secrets.token_hex(16), **env,
+                             "LOCAL_WORLD_SIZE": str(self._size // len(self._began_on))}  # fmt: skip
+        self._living: dict[str, Member] = {}  # by name
         self._code = 0  # the first one that is not 0
         self._is_ending = self._has_begun = self._is_done = False
         self._over = Event()
         agents.loop.call_soon_threadsafe(self._enter)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The nodes on which the ranks are now."""
+        return self._began_on
+
+    @property
+    def rounds(self) -> int:
+        """How often all ranks have begun, or were about to: more than once if any was replaced."""
+        return 1
 
     def poll(self) -> int | None:
         """Exit code as in a shell, the first that is not 0. None while ranks run or are being ended."""
@@ -106,6 +126,7 @@ class StartedRanks(Ranks):
         self._agents.loop.call_soon_threadsafe(self._signal, number)
 
     def end(self, wait_s: float = KILL_WAIT_S) -> None:
+        """End all ranks that can be reached; SIGKILL comes ``wait_s`` after SIGTERM."""
         self._is_ending = True
         self._agents.loop.call_soon_threadsafe(self._finish)
         if self._over.wait(wait_s):
@@ -123,54 +144,43 @@ class StartedRanks(Ranks):
 
     async def _begin(self) -> None:
         """Start the ranks when the agents of all their nodes are there."""
-        waiting = {host: self._agents.loop.create_task(self._agents.connected(host)) for host in self._hosts}
         try:
-            await asyncio.wait(waiting.values(), timeout=ANSWER_S, return_when=asyncio.FIRST_EXCEPTION)
-            wrong = {host: error for host, task in waiting.items() if task.done() and (error := task.exception())}
-            for host, error in wrong.items():
-                self._fail(error.code if isinstance(error, NodeLost) else LOST, f"no ranks on {host}: {error}")
-                return
-            if silent := [host for host, task in waiting.items() if not task.done()]:
-                self._fail(LOST, f"no answer from {', '.join(silent)} within {ANSWER_S:g} s")
-                return
-            used, main = self._agents.used, self._hosts[0]
+            await asyncio.gather(*map(self._agents.connected, self._began_on))
+            used, main = self._agents.used, self._began_on[0]
             port = await self._agents.question(main, "port", used=used)
             used.append(port)
             self._meets = {"MASTER_ADDR": self._agents.system.address_of(main), "MASTER_PORT": str(port)}
             await self._start_all()
-        except LaunchFailed as error:
-            self._fail(getattr(error, "code", LOST), error.message)
+        except NodeLost as error:
+            self._fail(error.code, f"no rank on {error.host}: {error.message}")
         finally:
-            for task in waiting.values():
-                task.cancel()
             self._has_begun = True
             self._look_over()
 
     async def _start_all(self) -> None:
-        await asyncio.gather(*(self._start(process) for process in self._processes))
+        self._living = {member.name: member for member in self._members if member.code is None}
+        await asyncio.gather(*map(self._start, self._living.values()))
 
-    async def _start(self, process: ProcessSpec, kept: int = 0) -> None:
-        """Start a process on its node. ``kept``: number of ranks, if it goes on when others are lost; else 0."""
-        self._living[process.name] = process.host
-        environment = {**self._program.environment, "LOCAL_RANK": str(process.local)}
-        if process.rank is not None:  # otherwise it must not join those that have one
-            environment |= {"RANK": str(process.rank), "WORLD_SIZE": str(self._program.size), **self._meets}
+    async def _start(self, member: Member) -> None:
+        """Start a process on its node. If that fails, it has ended."""
+        environment = {**self._environment, "LOCAL_RANK": str(member.local)}
+        if member.rank is not None:  # otherwise it must not join those that have one
+            environment |= {"RANK": str(member.rank), "WORLD_SIZE": str(self._size), **self._meets}
         try:
             await self._agents.question(
-                process.host, "start", name=process.name, argv=self._program.argv, directory=self._program.directory,
-                environment=environment, kept=kept,
-            )  # fmt: skip
+                member.host, "start", name=member.name, environment=environment, **self._program
+            )
         except NodeLost as error:
-            self._living.pop(process.name, None)
-            raise NodeLost(f"no rank on {process.host}: {error.message}", error.code) from None
+            if member.name in self._living and not self._is_done:
+                self._agents.printer.say(f"no rank on {member.host}: {error.message}")
+            self.ended(member.name, error.code)
 
-    def _signal(self, number: int, *names: str) -> None:
+    def _signal(self, number: int) -> None:
         by_host = collections.defaultdict[str, list[str]](list)
-        for name, host in self._living.items():
-            if not names or name in names:
-                by_host[host].append(name)
-        for host, there in by_host.items():
-            self._agents.order(host, "signal", number=number, names=there)
+        for member in self._living.values():
+            by_host[member.host].append(member.name)
+        for host, names in by_host.items():
+            self._agents.order(host, "signal", number=number, names=names)
 
     def _fail(self, code: int, why: str = "") -> None:
         self._code = self._code or code
@@ -193,7 +203,7 @@ class StartedRanks(Ranks):
 
     def _drop_others(self) -> None:
         """Count nodes as lost whose ranks should have ended."""
-        if left := {*self._living.values()}:
+        if left := {member.host for member in self._living.values()}:
             if not self._is_ending:
                 self._agents.printer.say(f"the ranks on {', '.join(left)} have not ended {_OTHERS_S:g} s later")
             for host in left:
@@ -207,23 +217,140 @@ class StartedRanks(Ranks):
 
     def ended(self, name: str, code: int) -> None:
         """Note the end of a process."""
-        if self._living.pop(name, None) is None:
-            return
-        if code:
+        if self._living.pop(name, None) is not None and code:
             self._fail(code)
         self._look_over()
 
     def host_lost(self, host: str, why: str) -> None:
         """Note that a node is lost, with all that ran there."""
-        lost = [name for name, home in self._living.items() if home == host]
-        for name in lost:
-            del self._living[name]
-        if lost:
+        if self._forget(host):
             self._fail(LOST, f"{host} is lost: {why}")
         self._look_over()
+
+    def _forget(self, host: str) -> bool:
+        """Forget what ran on a node; return whether anything did."""
+        before, self._living = self._living, {name: one for name, one in self._living.items() if one.host != host}
+        return len(self._living) < len(before)
 
     def host_back(self, host: str) -> None:
         """Note that a node has an agent again."""
 
     def says(self, name: str, message: dict[str, Any]) -> None:
         """Take what a process says that is kept."""
+
+
+class KeptRanks(StartedRanks):
+    """The ranks of one start, whose processes stay when others are lost. `membership` decides about them.
+
+    The start goes on as long as lost ranks are replaced.
+    """
+
+    replaces = True
+
+    def __init__(self, agents: Agents, members: Sequence[Member], argv: Sequence[str], env: Mapping[str, str],
+                 deadlines: Deadlines, run_log: RunLog):  # fmt: skip
+        self._run_log, self._fresh = run_log, itertools.count(1)
+        self._timer: asyncio.TimerHandle | None = None
+        self.membership = Membership(members, self, deadlines, agents.loop.time())
+        super().__init__(agents, members, argv, env)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The nodes on which the ranks are now; if these are fewer, the nodes on which they began."""
+        hosts = tuple(dict.fromkeys(self.membership.hosts))
+        return hosts if len(hosts) == len(self._began_on) else self._began_on
+
+    @property
+    def rounds(self) -> int:
+        return self.membership.round
+
+    # In the loop
+
+    async def _start_all(self) -> None:
+        for host in {member.host for member in self._members} - set(self._began_on):
+            if not self._agents.is_there(host):
+                self.host_lost(host, "it has no agent yet")
+        await super()._start_all()
+
+    def _follow(self) -> None:
+        """Do what follows from a report that `membership` got."""
+        membership = self.membership
+        if self._timer is not None:
+            self._timer.cancel()
+        if membership.over:
+            self._fail(membership.code or 0, membership.over if membership.code else "")
+        elif membership.until < NEVER:
+            self._timer = self._agents.loop.call_at(membership.until, self._look)
+
+    def _look(self) -> None:
+        if not self._is_done:
+            self.membership.look(self._agents.loop.time())
+            self._follow()
+
+    def ended(self, name: str, code: int) -> None:
+        if self._living.pop(name, None) is not None and not self._is_done:
+            self.membership.ended(name, code, how_it_ended(code), self._agents.loop.time())
+            self._follow()
+        self._look_over()
+
+    def host_lost(self, host: str, why: str) -> None:
+        self._forget(host)
+        if not self._is_done:
+            self.membership.host_lost(host, f"{host} is lost: {why}", self._agents.loop.time())
+            self._follow()
+        self._look_over()
+
+    def host_back(self, host: str) -> None:
+        if not self._is_done:
+            self.membership.host_back(host)
+
+    def says(self, name: str, message: dict[str, Any]) -> None:
+        if self._is_done or name not in self._living:
+            return
+        membership, now = self.membership, self._agents.loop.time()
+        try:
+            match message:
+                case {"ready": _}:
+                    membership.ready(name, now)
+                case {"left": number}:
+                    membership.left(name, int(number), now)
+                case {"here": number}:
+                    membership.here(name, int(number))
+                case {"trains": number}:
+                    membership.trains(name, int(number), int(message["step"]), dict(message["times"]), now)
+                case {"done": number}:
+                    membership.done(name, int(number))
+                case {"text": number}:
+                    membership.text(name, int(number), message["what"], message["is"])
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
+            self._agents.printer.say(f"{name} sent a message that cannot be read: {error!r}")
+        self._follow()
+
+    # What `Membership` calls
+
+    def tell(self, name: str, message: dict[str, Any]) -> None:
+        self._agents.order(self.membership.members[name].host, "tell", name=name, message=message)
+
+    def kill(self, name: str) -> None:
+        self._agents.order(self.membership.members[name].host, "signal", number=signal.SIGKILL, names=[name])
+
+    def start(self, host: str, local: int) -> str:
+        member = Member(f"{host}#{local}.{next(self._fresh)}", host, local)
+        self._living[member.name] = member
+        self._agents.go(self._start(member))
+        return member.name
+
+    def note(self, event: str, **fields: Any) -> None:
+        printer = self._agents.printer
+        printer.put(lambda: self._run_log.note(event, **fields))
+        if event == "host_back":
+            printer.say(f"{fields['host']} is back: spares wait there")
+        if event == "recovered":
+            ranks, why, step, took = (fields[name] for name in ("lost", "why", "step", "seconds"))
+            lost = f"{named(ranks)} {'was' if len(ranks) == 1 else 'were'} lost ({why})"
+            printer.say(f"{lost}; all train on after step {step}, {took:.2f} s later")
+
+
+def how_it_ended(code: int) -> str:
+    """How a process ended, in words, from its exit code as in a shell."""
+    return f"its process was killed by signal {code - 128}" if code > 128 else f"its process ended with code {code}"

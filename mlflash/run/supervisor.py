@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import queue
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 from ..config import FRESH, PREFER_CERTIFIED
 from ..errors import LaunchFailed
 from ..launch.own_process import running
 from ..text import listed, many
 from .agents import Agents
-from .launch_system import NodeAssignment, Ranks, RunLog, RunOptions, Start, assign_nodes, reassign_nodes
-from .node_watch import Failure, Looks, Watch, certified, failure, is_suspect, recovery, unrestorable
+from .launch_system import RunLog, RunOptions
+from .node_watch import Heartbeat, Looks, Watch, certified, is_suspect, recovery, unrestorable
 from .processes import KILL_WAIT_S
+from .started_ranks import Start, StartedRanks, start
 
 log = logging.getLogger("mlflash")
 
@@ -34,6 +37,24 @@ _NAP_S = 0.1
 _LOST_WAIT_S = 3.0
 _NAMED = 8  # nodes named in a line
 _SCAVENGE_S = 1800.0
+
+
+def choose_nodes(before: Sequence[str], fit: Sequence[str], nodes: int, least: int = 0) -> tuple[str, ...] | None:
+    """Choose the nodes of the next start: nodes that can stay keep their places, and spares take the empty ones.
+
+    If there are not enough spares, there are fewer nodes. They grow again as soon as there are enough.
+
+    Args:
+        least: smallest number of nodes that is enough; 0: all that are wanted.
+
+    Example:
+        (a, b, c) with a, c, d, e fit → (a, d, c); with a and c fit, and ``least=2`` → (a, c).
+    """
+    spares = iter([host for host in fit if host not in before])
+    places: list[str | None] = [host if host in fit else next(spares, None) for host in before]
+    places += [next(spares, None) for _ in range(nodes - len(places))]
+    taken = tuple(host for host in places if host is not None)
+    return None if len(taken) < (least or nodes) else taken
 
 
 @dataclasses.dataclass
@@ -94,142 +115,132 @@ class Outcome:
     why: str = ""  # the reason; "" if all ranks finished
     code: int | None = None
     lost: dict[str, str] = dataclasses.field(default_factory=dict)
-    told: int = 0  # number of the signal that ended it; 0: none did
-    hangs: bool = False  # whether ranks run but make no progress
+    hosts: tuple[str, ...] = ()  # where the ranks were then
+    heartbeats: Sequence[Heartbeat] = ()  # the last ones of its ranks
     unrestorable: str = ""  # why none of the existing checkpoints could be restored, as ranks reported; "" if not so
-    certified: int | None = None  # the newest certified step that ranks reported; None if there is none
-    is_suspect: bool = False
 
 
 class Supervisor:
-    """Runs a job. ``train``: starts the ranks that train; None: `Agents.start` does."""
+    """Runs a job. ``start``: starts the ranks that train."""
 
-    def __init__(self, agents: Agents, options: RunOptions, run_log: RunLog, train: Start | None = None):
-        self._agents, self._options, self._run_log = agents, options, run_log
-        self._train = agents.start if train is None else train
+    def __init__(self, agents: Agents, options: RunOptions, run_log: RunLog, start: Start):
+        self._agents, self._options, self._run_log, self._start = agents, options, run_log, start
         self._restarts = Restarts(options.max_restarts)
         self._looks = Looks(agents, options.memory, options.job, options.gpus, options.interface)
-        self._failure: Failure | None = None  # how the start before this one ended
+        self._before: Sequence[Heartbeat] = ()  # the last ones of the start before this one
+        self._noticed: float | None = None  # when it was noticed that this start had failed
         self.told = 0  # a signal handler puts the number of the signal here, to end the run
 
     def run(self) -> int:
         """Run until the end."""
-        everywhere = self._agents.hosts()
-        seats = assign_nodes(
-            self._fit(everywhere), self._options.nodes, self._options.ranks_per_node, self._options.least
-        )
-        while seats is not None:
-            outcome, before = self._one_run(seats)
+        before: tuple[str, ...] = ()
+        nodes, least = self._options.nodes, self._options.least
+        while (hosts := choose_nodes(before, self._fit(), nodes, least)) is not None:
+            self._fetch(before, hosts)
+            outcome = self._one_run(hosts)
             if not outcome.why:
-                return self._finish(everywhere, 0, "all ranks came to their end")
-            if outcome.told:
-                return self._finish(everywhere, 128 + outcome.told, outcome.why)
+                return self._finish(0, "all ranks came to their end")
+            if self.told:
+                return self._finish(128 + self.told, f"ended by signal {self.told}")
             if outcome.unrestorable:
                 return self._leave(outcome.unrestorable)
             newest = self._looks.newest()
             self._say(f"start {self._restarts.done + 1} failed: {outcome.why}; newest checkpoint: {newest}")
-            hopeless = self._restarts.after_failure(newest, bool(outcome.lost), outcome.certified, outcome.is_suspect)
-            if self._restarts.goes_back and not hopeless:
-                self._say(f"the next start goes back to step {outcome.certified}, which is certified")
+            good = certified(outcome.heartbeats)
+            hopeless = self._restarts.after_failure(newest, bool(outcome.lost), good, is_suspect(outcome.heartbeats))
             if hopeless:
-                return self._finish(everywhere, outcome.code or 1, hopeless)
+                return self._finish(outcome.code or 1, hopeless)
+            if self._restarts.goes_back:
+                self._say(f"the next start goes back to step {good}, which is certified")
             self._pause(self._restarts.pause_s)
-            seats = reassign_nodes(before, self._fit(everywhere), self._options.nodes, self._options.least)
-            if seats is not None:
-                self._fetch(before, seats)
-        least = self._options.least or self._options.nodes
-        why = f"fewer than {least} nodes are fit to train, of {listed(everywhere, _NAMED)}"
-        return self._finish(everywhere, 1, why)
+            before = outcome.hosts
+        why = f"fewer than {least or nodes} nodes are fit to train, of {listed(self._agents.hosts, _NAMED)}"
+        return self._finish(1, why)
 
-    def _one_run(self, seats: NodeAssignment) -> tuple[Outcome, NodeAssignment]:
+    def _one_run(self, hosts: tuple[str, ...]) -> Outcome:
         """Start the ranks and watch them. No rank that can be reached runs on afterwards."""
+        ranks = len(hosts) * self._options.ranks_per_node
         run = uuid.uuid4().hex  # name of this start, for its ranks
-        self._run_log.note(
-            "start", job=self._options.job, number=self._restarts.done, hosts=list(seats.hosts), ranks=seats.ranks
-        )
-        on = listed(seats.hosts, _NAMED)
-        self._say(f"start {self._restarts.done + 1}: {many(seats.ranks, 'rank')} on {on}")
+        self._run_log.note("start", job=self._options.job, number=self._restarts.done, hosts=list(hosts), ranks=ranks)
+        self._say(f"start {self._restarts.done + 1}: {many(ranks, 'rank')} on {listed(hosts, _NAMED)}")
         started = time.time()
         env = {"MLFLASH_RUN": run, "MLFLASH_JOB": self._options.job, "MLFLASH_MEMORY": self._options.memory}
         env |= {PREFER_CERTIFIED: "1"} if self._restarts.goes_back else {}
-        step = self._train(seats, self._options.argv, env)
-        watch = Watch(self._looks, run, seats, self._options.hang_timeout_s)
-        lost = False
+        step = self._start(hosts, self._options.ranks_per_node, self._options.argv, env)
+        watch = Watch(self._looks, run, hosts, ranks, self._options.hang_timeout_s)
+        outcome = Outcome()
         try:
-            outcome = self._watch(step, seats, watch)
-            lost = bool(outcome.lost)
-            seats = step.seats(seats)
-            if outcome.hangs:
-                self._looks.show_stacks(seats.hosts, run)
+            outcome = self._watch(step, watch)
+            outcome.hosts = step.hosts
         finally:
             # If a node is lost, the other ranks wait for it.
-            step.end(_LOST_WAIT_S if lost else KILL_WAIT_S)
+            step.end(_LOST_WAIT_S if outcome.lost else KILL_WAIT_S)
         noticed = time.time()
-        self._looks.look([host for host in seats.hosts if host not in outcome.lost])
+        self._looks.look([host for host in outcome.hosts if host not in outcome.lost])
         if outcome.code == 0 and not outcome.why and not step.replaces:
             outcome.why = watch.not_ended()
-        heartbeats = self._looks.heartbeats(run)
+        outcome.heartbeats = self._looks.heartbeats(run)
         # Replaced ranks may run on other nodes than those that hold their slots. A start on these nodes may restore.
-        outcome.unrestorable = unrestorable(heartbeats) if step.rounds == 1 else ""
-        outcome.certified, outcome.is_suspect = certified(heartbeats), is_suspect(heartbeats)
+        outcome.unrestorable = unrestorable(outcome.heartbeats) if step.rounds == 1 else ""
         self._run_log.note("end", why=outcome.why, code=outcome.code, lost=outcome.lost, newest=self._looks.newest(),
-                           **recovery(heartbeats, self._failure, started))  # fmt: skip
-        self._failure = failure(heartbeats, noticed)
-        return outcome, seats
+                           **recovery(outcome.heartbeats, started, self._before, self._noticed))  # fmt: skip
+        self._before, self._noticed = outcome.heartbeats, noticed
+        return outcome
 
-    def _watch(self, step: Ranks, began: NodeAssignment, watch: Watch) -> Outcome:
+    def _watch(self, step: StartedRanks, watch: Watch) -> Outcome:
         """Wait until a run ends, hangs, loses a node that it does not replace, or must end by a signal."""
         next_gone = next_look = time.monotonic() + GONE_S
-        look: threading.Thread | None = None
+        is_looking, answers = False, queue.SimpleQueue[Any]()
         while (code := step.poll()) is None:
-            now, seats = time.monotonic(), step.seats(began)
+            now, hosts = time.monotonic(), step.hosts
             if self.told:
-                return self._last_checkpoint(step, seats)
+                return self._last_checkpoint(step)
             if now > next_gone and not step.replaces:
                 next_gone = now + GONE_S
-                if lost := self._agents.system.gone(seats.hosts):
+                if lost := self._agents.system.gone(hosts):
                     return Outcome("lost " + ", ".join(f"{host} ({state})" for host, state in lost.items()), lost=lost)
-            if look is not None and not look.is_alive():
-                look = None
-                if (outcome := self._judge(step, seats, watch)) is not None:
+            if not answers.empty():
+                is_looking = False
+                self._looks.take(*answers.get())
+                if (outcome := self._judge(step, hosts, watch)) is not None:
                     return outcome
-            if look is None and now > next_look:
-                next_look = now + self._options.look_every_s
-                look = threading.Thread(target=self._looks.look, args=(seats.hosts,), name="mlflash-look", daemon=True)
-                look.start()
+            if not is_looking and now > next_look:
+                is_looking, next_look = True, now + self._options.look_every_s
+                # On a thread of its own: nodes that do not answer hold up nothing else.
+                ask = lambda at: answers.put((at, *self._looks.ask(at)))  # noqa: E731
+                threading.Thread(target=ask, args=(hosts,), name="mlflash-look", daemon=True).start()
             time.sleep(_NAP_S)
-        return Outcome(
-            "" if code == 0 else f"exit code {code}", code, self._agents.system.gone(step.seats(began).hosts)
-        )
+        return Outcome("" if code == 0 else f"exit code {code}", code, self._agents.system.gone(step.hosts))
 
-    def _judge(self, step: Ranks, seats: NodeAssignment, watch: Watch) -> Outcome | None:
+    def _judge(self, step: StartedRanks, hosts: Sequence[str], watch: Watch) -> Outcome | None:
         """What the status of the nodes means for a run that goes on; None: it goes on."""
-        silent = self._looks.silent(seats.hosts)
-        if len(silent) == len(seats.hosts):  # the fault is in Slurm or in the network of this node: nothing is known
+        silent = self._looks.silent(hosts)
+        if len(silent) == len(hosts):  # the fault is in Slurm or in the network of this node: nothing is known
             return None
         if watch.hangs():
-            return Outcome(f"no rank has saved for {self._options.hang_timeout_s:g} s", hangs=True)
+            self._looks.show_stacks(watch.run)
+            return Outcome(f"no rank has saved for {self._options.hang_timeout_s:g} s")
         dead = "" if step.replaces else watch.dead()
         return Outcome(dead, lost=dict.fromkeys(silent, "silent")) if dead else None
 
-    def _last_checkpoint(self, step: Ranks, seats: NodeAssignment) -> Outcome:
+    def _last_checkpoint(self, step: StartedRanks) -> Outcome:
         """Wait for one more checkpoint, as long as there is time."""
         end = time.monotonic() + self._options.grace_s
-        self._looks.look(seats.hosts)
+        self._looks.look(step.hosts)
         before = self._looks.newest()
         self._say(f"signal {self.told}: waiting up to {self._options.grace_s:g} s for a checkpoint after step {before}")
         while step.poll() is None and time.monotonic() < end:
             time.sleep(1.0)
-            self._looks.look(step.seats(seats).hosts)
+            self._looks.look(step.hosts)
             newest = self._looks.newest()
             if newest is not None and (before is None or newest > before):
                 break
-        return Outcome(f"ended by signal {self.told}", step.poll(), told=self.told)
+        return Outcome(f"ended by signal {self.told}", step.poll())
 
-    def _fit(self, hosts: Sequence[str]) -> list[str]:
+    def _fit(self) -> list[str]:
         """The nodes that can train: they are in service, they answer, and their status is good."""
-        gone = self._agents.system.gone(hosts)
-        unwanted = self._agents.system.unwanted(hosts)
+        hosts, system = self._agents.hosts, self._agents.system
+        gone, unwanted = system.gone(hosts), system.unwanted(hosts)
         for host, state in gone.items():
             self._say(f"{host} is {state}")
         there = [host for host in hosts if host not in gone]
@@ -240,20 +251,20 @@ class Supervisor:
                 self._say(f"{host} is not fit to train: {why}")
         return [host for host in there if not wrong[host]]
 
-    def _fetch(self, before: NodeAssignment, after: NodeAssignment) -> None:
+    def _fetch(self, before: Sequence[str], after: Sequence[str]) -> None:
         """Copy the newest checkpoint in memory to the directory if a node that leaves the job can still be reached."""
-        silent = self._looks.silent(before.hosts)
-        there = [host for host in before.hosts if host not in silent]
-        leaving = [host for host in there if host not in after.hosts]
+        silent = self._looks.silent(before)
+        there = [host for host in before if host not in silent]
+        leaving = [host for host in there if host not in after]
         if leaving and self._options.directory:
             self._say(f"{', '.join(leaving)} leaves: the newest checkpoint in memory is copied to "
                       f"{self._options.directory} first")  # fmt: skip
             scavenge(self._agents, self._options, there)
 
-    def _finish(self, hosts: Sequence[str], code: int, why: str) -> int:
-        scavenged = wind_up(self._agents, self._looks, self._options, hosts)
+    def _finish(self, code: int, why: str) -> int:
+        scavenged = wind_up(self._agents, self._looks, self._options)
         if scavenged is False:
-            there = ", ".join(self._looks.holding(hosts))
+            there = ", ".join(self._looks.holding(self._agents.hosts))
             self._say(
                 f"the newest checkpoint could not be copied to {self._options.directory}; it is in memory of {there}"
             )
@@ -282,10 +293,10 @@ class Supervisor:
 # The end of a job: copy the newest checkpoint in memory to the directory, then clean the memory of the nodes.
 
 
-def wind_up(agents: Agents, looks: Looks, options: RunOptions, hosts: Sequence[str]) -> bool | None:
+def wind_up(agents: Agents, looks: Looks, options: RunOptions) -> bool | None:
     """Scavenge what the nodes hold in memory and clean their memory. No rank may still run there."""
-    gone = agents.system.gone(hosts)
-    there = [host for host in hosts if host not in gone]
+    gone = agents.system.gone(agents.hosts)
+    there = [host for host in agents.hosts if host not in gone]
     looks.look(there)
     holding = looks.holding(there)
     scavenged = scavenge(agents, options, holding) if options.directory and holding else None
@@ -299,7 +310,7 @@ def scavenge(agents: Agents, options: RunOptions, hosts: Sequence[str]) -> bool:
     words = [*running("mlflash.tools.run_on_ranks"), "-m", "mlflash", "scavenge", str(options.directory),
              "--job", options.job, "--memory", options.memory]  # fmt: skip
     try:
-        step = agents.start(NodeAssignment(tuple(hosts), 1), words, {})
+        step = start(agents, hosts, 1, words, {})
     except LaunchFailed as error:
         log.warning("the newest checkpoint in memory cannot be copied to %s: %s", options.directory, error)
         return False

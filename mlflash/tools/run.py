@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import signal
@@ -14,13 +15,13 @@ import click
 from ..config import DISABLE, is_enabled, job_name
 from ..errors import ConfigError, LaunchFailed
 from ..launch import agent_process
-from ..run.agents import SILENCE_S, Agents, ChooseGuard
-from ..run.first_node_guard import Guard
-from ..run.kept_ranks import KeepingAgents
+from ..run.agents import SILENCE_S, Agents
+from ..run.first_node_guard import guard_of
 from ..run.launch_system import RunLog, RunOptions, System
 from ..run.membership import Deadlines
-from ..run.on_slurm import OnSlurm, own_id
+from ..run.on_slurm import OnSlurm, names_in, own_id
 from ..run.on_ssh import OnSsh
+from ..run.started_ranks import start, start_kept
 from ..run.supervisor import Supervisor
 from . import completion
 from .options import job_option, memory_option
@@ -89,7 +90,6 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
     code of the last run.
     """
     journal = RunLog(run_log)
-    system = _system(kind, shlex.split(srun_args), hosts.split(",") if hosts else ["localhost"], rsh)
     if directory is not None and "://" not in directory:
         directory = str(Path(directory).absolute())
     try:
@@ -107,17 +107,17 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
             argv, nodes, ranks_per_node or _tasks_per_node(), min_nodes or 0, max_restarts, name, memory, directory,
             keep_memory, hang_timeout, look_every, grace, gpus, interface,
         )  # fmt: skip
-        everywhere = system.hosts()
-        if spares is not None and not keep_alive and len(everywhere) < nodes + spares:
+        system = _system(kind, shlex.split(srun_args), hosts.split(",") if hosts else ["localhost"], rsh)
+        if spares is not None and not keep_alive and len(system.hosts) < nodes + spares:
             raise click.UsageError(
-                f"--nodes {nodes} and --spares {spares} need {nodes + spares} nodes, not {len(everywhere)}"
+                f"--nodes {nodes} and --spares {spares} need {nodes + spares} nodes, not {len(system.hosts)}"
             )
         deadlines = Deadlines(lost_after, leave_within, ready_within)
-        guard: ChooseGuard = Guard(system, options, run_log) if isinstance(system, OnSlurm) else lambda hosts: None
+        guard = guard_of(system, options, run_log) if isinstance(system, OnSlurm) else None
         couriers = {"couriers": {"job": name, "memory": memory}} if is_enabled(os.environ) else {}
-        with Agents(system, everywhere, lost_after if keep_alive else SILENCE_S, couriers, guard) as agents:
-            train = KeepingAgents(agents, spares or 0, deadlines, journal).start if keep_alive else None
-            supervisor = Supervisor(agents, options, journal, train)
+        with Agents(system, lost_after if keep_alive else SILENCE_S, couriers, guard) as agents:
+            kept = functools.partial(start_kept, agents, spares or 0, deadlines, journal)
+            supervisor = Supervisor(agents, options, journal, kept if keep_alive else functools.partial(start, agents))
             for number in _SIGNALS:
                 signal.signal(number, lambda number, frame: setattr(supervisor, "told", number))
             code = supervisor.run()
@@ -130,7 +130,7 @@ def _system(kind: str | None, extra: list[str], hosts: list[str], rsh: str) -> S
     if kind == "srun" or (kind is None and "SLURM_JOB_ID" in os.environ):
         if "SLURM_JOB_ID" not in os.environ:
             raise click.UsageError("--launcher srun works inside an allocation of Slurm: in a batch script, or salloc")
-        return OnSlurm(own_id(os.environ), extra)
+        return OnSlurm(own_id(os.environ), names_in(os.environ["SLURM_JOB_NODELIST"]), extra)
     if extra:
         raise click.UsageError("--srun-args are for srun, but ssh starts these agents")
     return OnSsh(hosts, rsh)

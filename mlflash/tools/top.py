@@ -92,13 +92,13 @@ def top(directory: str | None, job: str | None, memory: str, hosts: str, rsh: st
 
 def _others(hosts: str, rsh: str, slurm_job: str) -> Agents | None:
     if hosts:
-        return Agents(OnSsh(hosts.split(","), rsh), hosts.split(","))
+        return Agents(OnSsh(hosts.split(","), rsh))
     job = slurm_job or (own_id(os.environ) if "SLURM_JOB_ID" in os.environ else "")
     if not job:
         return None
     os.environ["SLURM_JOB_ID"] = job  # srun needs it outside of the job, or inside of another one
     if nodes := hosts_of(job):
-        return Agents(OnSlurm(job), nodes)
+        return Agents(OnSlurm(job, nodes))
     raise click.ClickException(f"Slurm knows no nodes of job {job}")
 
 
@@ -183,7 +183,7 @@ def look_here(memory: str, job: str) -> Look:
 
 def look_everywhere(agents: Agents, memory: str, job: str) -> Look:
     """Ask nodes, as `mlflash run` does."""
-    at, hosts = time.time(), agents.hosts()
+    at, hosts = time.time(), agents.hosts
     answers, unread = ask(agents, hosts, "status", memory=memory, job=job, interface="")
     heartbeats = [heartbeat for document in answers.values() for heartbeat in document["heartbeats"]]
     free = tuple((host, int(document["free"])) for host, document in answers.items())
@@ -193,7 +193,7 @@ def look_everywhere(agents: Agents, memory: str, job: str) -> Look:
 
 def jobs_everywhere(agents: Agents, memory: str) -> list[str]:
     """Ask nodes which jobs of this user are alive there."""
-    answers, _ = ask(agents, agents.hosts(), "jobs", memory=memory)
+    answers, _ = ask(agents, agents.hosts, "jobs", memory=memory)
     return sorted({job for document in answers.values() for job in document["jobs"]})
 
 

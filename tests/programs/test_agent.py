@@ -1,4 +1,4 @@
-"""The agent of a node: what it refuses to be and to do, whom it serves, and what outlives trainers."""
+"""The agent of a node: what it refuses to be and to do, whom it serves, who meets, and what outlives trainers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,18 @@ import needs
 import pytest
 from harness import SUPPORT, PlainRanks
 from processes import agents_of, is_agent, started_by
-from waiting import PATIENCE_S, until
+from waiting import PATIENCE_S, is_in, until
 
+from mlflash.errors import DeadlineExceeded
+from mlflash.events import News
 from mlflash.launch import agent_process
 from mlflash.launch.agent_client import AgentClient, AgentRefused, HubLost
-from mlflash.launch.couriers import Couriers
+from mlflash.launch.couriers import Couriers, RankDeparted, RunningCourier
 from mlflash.launch.launcher_variables import Launched
 from mlflash.launch.own_process import forget_memory_policy
-from mlflash.launch.rendezvous import Meeting
-from mlflash.tools import doctor_checks
+from mlflash.launch.rendezvous import Meeting, Ports
+from mlflash.memory.courier_process import read_stat
+from mlflash.tools import doctor_checks as couriers
 
 pytestmark = needs.MPI
 BIN = Path(sys.executable).parent
@@ -35,9 +39,12 @@ BIN = Path(sys.executable).parent
 
 def start(folder: Path, source: str, **more: Any) -> AgentClient:
     """An agent whose only entry point is the function `run` of a module with this source."""
+    return AgentClient("entry:run", environment_for(folder, source), PATIENCE_S, job=str(folder), **more)
+
+
+def environment_for(folder: Path, source: str) -> dict[str, str]:
     (folder / "entry.py").write_text(source)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
-    return AgentClient("entry:run", environment, PATIENCE_S, job=str(folder), **more)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
 
 
 def run(agent: AgentClient, epoch: int = 1) -> Any:
@@ -172,39 +179,261 @@ def test_who_says_nothing_to_an_agent_or_nonsense_delays_nobody(tmp_path: Path) 
 # Ranks that meet
 
 
-def seat(rank: int, size: int, ports: list[tuple[str, int]], token: str, folder: Path) -> Couriers:
-    told = lambda text, left: f"{ports[0][0]},{ports[0][1]},{token}" if rank else text or ""
-    meeting = Meeting(Launched(rank, size, None, "test"), "a test", PATIENCE_S, told)
-    return Couriers("entry:run", os.environ, PATIENCE_S, job=str(folder), agent=start(folder, "run = print\n"),
-                    meeting=meeting)  # fmt: skip
+WAITS = "import time\ndef run(courier):\n    time.sleep(1000)\n"
+ANOTHER = "rank 1 is there already: these are the ranks of another launch"
+Start = Callable[..., "Launch"]
 
 
-def test_a_rank_of_another_launch_gets_no_seat_and_a_stranger_hears_nothing(tmp_path: Path) -> None:
-    first = seat(0, 3, [], "", tmp_path)
-    place, token = first._places[0], first._token
-    second = seat(1, 3, [place], token, tmp_path)
-    with pytest.raises(
-        Exception, match=r"(?s)waited .* rank 1 is there already: these are the ranks of another launch"
-    ):
-        short = Meeting(
-            Launched(1, 3, None, "test"), "a test", 1.0, lambda text, left: f"{place[0]},{place[1]},{token}"
-        )
-        Couriers("entry:run", os.environ, 1.0, agent=start(tmp_path, "run = print\n"), meeting=short)
-    strangers = [socket.create_connection(place, PATIENCE_S) for _ in range(200)]
+class Launch:
+    """Ranks of one launch, which this process plays. Those ``apart`` have an agent of their own, as on another node."""
+
+    def __init__(self, folder: Path, size: int, source: str = WAITS):
+        self.folder, self.size, self.environment = folder, size, environment_for(folder, source)
+        self.told = ""  # by rank 0
+        self.ranks: list[Couriers] = []
+
+    def seat(self, rank: int, apart: str = "", timeout_s: float = PATIENCE_S, host: str | None = None,
+             ports: Ports | None = None) -> Couriers:  # fmt: skip
+        meeting = Meeting(Launched(rank, self.size, None, "test"), "a test", timeout_s, self._share, ports)
+        self.ranks.append(Couriers("entry:run", self.environment, timeout_s, job=str(self.folder), memory=apart,
+                                   node=apart, host=host, meeting=meeting))  # fmt: skip
+        return self.ranks[-1]
+
+    def _share(self, text: str | None, left_s: float) -> str:
+        self.told = self.told or (text or "").replace("::1,", "::1%1,")
+        return self.told
+
+    @property
+    def place(self) -> tuple[str, int]:
+        host, port, _ = self.told.split(",")
+        return host, int(port)
+
+    def ports(self, *before: tuple[str, int]) -> Ports:
+        """What ranks know that have MASTER_PORT: where the hub is, after others."""
+        return Ports([""], [*before, self.place], self.told.split(",")[2], "there")
+
+    def epoch(self) -> int:
+        """Let all ranks begin an epoch; return its number."""
+        (number,) = {begun.result(PATIENCE_S).number for begun in [begin(rank) for rank in self.ranks]}
+        return number
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Start]:
+    launches: list[Launch] = []
+
+    def begin(size: int, source: str = WAITS) -> Launch:
+        launches.append(Launch(tmp_path, size, source))
+        return launches[-1]
+
+    yield begin
+    for one in reversed(launches):
+        for rank in reversed(one.ranks):
+            rank.close()
+
+
+def call(asked: Callable[..., Any], *given: Any) -> Future[Any]:
+    """Let a thread ask an agent something; return when it has."""
+    answer: Future[Any] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(asked(*given))
+        except Exception as error:
+            answer.set_exception(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    until(lambda: answer.done() or is_in(thread, News.wait_for), "the question")
+    return answer
+
+
+def begin(rank: Couriers) -> Future[RunningCourier]:
+    return call(rank.next_epoch, PATIENCE_S)
+
+
+def have_told(*ranks: Couriers) -> None:
+    """Wait until agents have told the hub what they were asked before: so many turns of their loops later."""
+    for rank in ranks:
+        for _ in range(10):
+            rank.agent.ask("share", PATIENCE_S, key="turn", text="")
+
+
+def are_heard(*ranks: Couriers) -> None:
+    """Wait until the hub has heard that, and these ranks what it has said before."""
+    have_told(*ranks)
+    for rank in ranks:
+        assert rank.agent.ask("share", PATIENCE_S, key="turn", text=None) == ""
+
+
+def descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def is_over(rank: Couriers, epoch: str) -> bool:
+    return rank.agent.wait_for(lambda: epoch in rank.agent.over, PATIENCE_S)
+
+
+def test_a_rank_of_another_launch_gets_no_seat_and_a_stranger_hears_nothing(launch: Start, tmp_path: Path) -> None:
+    ranks = launch(3)
+    first, second = ranks.seat(0), ranks.seat(1)
+    node = start(tmp_path, WAITS, memory="apart")
+    before = descriptors(node.pid)
+    for apart in ("", "apart"):
+        with pytest.raises(DeadlineExceeded, match=f"(?s)waited .* {ANOTHER}"):
+            ranks.seat(1, apart, timeout_s=1.0)
+    until(lambda: descriptors(node.pid) == before, "the end of its connection")
+    node.close()
+    strangers = [socket.create_connection(ranks.place, PATIENCE_S) for _ in range(200)]
     for sent in (b'{"token": "guessed"}\n', b"GET / HTTP/1.1\r\n\r\n", b'{"do": "depart"}\n'):
-        with socket.create_connection(place, PATIENCE_S) as sock:
+        with socket.create_connection(ranks.place, PATIENCE_S) as sock:
             sock.sendall(sent)
             try:
                 assert sock.recv(1) == b""
             except ConnectionError:
                 pass
-    third = seat(2, 3, [place], token, tmp_path)
+    third = ranks.seat(2)
     first.share("text", PATIENCE_S)
     assert [rank.share(None, PATIENCE_S) for rank in (second, third)] == ["text"] * 2
+    assert ranks.epoch() == 1, "the refused one has taken the seat of nobody"
     for sock in strangers:
         sock.close()
-    for couriers_of_rank in (third, second, first):
-        couriers_of_rank.close()
+
+
+def test_a_rank_that_outlives_its_launch_departs_from_no_other(launch: Start) -> None:
+    before, after = launch(2), launch(2)
+    first, late = before.seat(0), before.seat(1, "apart")
+    first.close()
+    until(lambda: not is_agent(first.agent.pid), "the end of the hub")
+    for rank in range(2):
+        after.seat(rank, ports=before.ports())
+    with pytest.raises(AgentRefused, match=ANOTHER):
+        late.next_epoch(PATIENCE_S)
+    late.depart("it is late", PATIENCE_S)
+    assert late.agent.ask("withdraw", PATIENCE_S) == [], "the hub has heard both"
+    assert after.epoch() == 1
+
+
+@pytest.mark.parametrize("stopped", ["its agent", "the hub"])
+def test_an_epoch_that_begins_while_a_rank_withdraws_is_over_for_all(launch: Start, stopped: str) -> None:
+    ranks = launch(3)
+    first, second, third = (ranks.seat(rank, apart) for rank, apart in enumerate(("", "a", "b")))
+    begun = [begin(first), begin(second)]
+    are_heard(first, second)
+    agent = (second if stopped == "its agent" else first).agent.pid
+    until(lambda: read_stat(agent).state == "S", "it to have nothing to do")
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        begun.append(begin(third))
+        have_told(third)
+        withdrawn = call(second.agent.ask, "withdraw", PATIENCE_S)
+        (begun[0] if stopped == "its agent" else begun[1]).exception(PATIENCE_S)
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    assert withdrawn.result(PATIENCE_S) == []
+    with pytest.raises(AgentRefused, match="it was withdrawn"):
+        begun.pop(1).result(PATIENCE_S)
+    epochs = {courier.result(PATIENCE_S).epoch for courier in begun}
+    assert all(is_over(rank, epoch) for rank in (first, third) for epoch in epochs)
+    assert ranks.epoch() == 2
+
+
+def test_an_epoch_that_is_over_before_a_courier_is_forked_leaves_none_behind(launch: Start) -> None:
+    ranks = launch(2)
+    first, second = ranks.seat(0), ranks.seat(1)
+    fields = {"last": 0, "mine": ["", "", []], "within_s": PATIENCE_S, "up_s": PATIENCE_S}
+    told = call(lambda: second.agent.ask("next", PATIENCE_S, channel=1, **fields))
+    epoch = first.next_epoch(PATIENCE_S).epoch
+    first.announce_end(PATIENCE_S)
+    assert is_over(second, epoch)
+    with second.agent.channel(1):
+        assert told.result(PATIENCE_S)["epoch"] == epoch
+    assert ranks.epoch() == 2
+    assert {rank.agent.ended[epoch].signal for rank in ranks.ranks} == {signal.SIGKILL}
+
+
+def test_a_courier_that_hears_nothing_of_its_pmi_takes_no_descriptor_from_others(launch: Start) -> None:
+    source = (
+        "import os, socket, time\n"
+        "def run(courier):\n"
+        "    with socket.socket(fileno=int(os.environ['PMI_FD'])) as pmi:\n"
+        "        if courier.rank:\n"
+        "            pmi.shutdown(socket.SHUT_RD)\n"
+        "        pmi.sendall(b'cmd=barrier_in\\n')\n"
+        "        courier.trainer.sendall(b'' if courier.rank else pmi.recv(100))\n"
+        "        time.sleep(1000)\n"
+    )
+    ranks = launch(2, source)
+    first, _ = ranks.seat(0), ranks.seat(1)
+    assert ranks.epoch() == 1
+    first.courier.trainer.settimeout(PATIENCE_S)
+    assert first.courier.trainer.recv(100) == b"cmd=barrier_out rc=0\n"
+    have_told(first)  # and the agent has told both couriers
+    before = descriptors(first.agent.pid)
+    others = [agent_process.connect_again(first.agent._name) for _ in range(20)]
+    until(lambda: descriptors(first.agent.pid) == before + 20, "each of them to have the next free descriptor")
+    for other in others:
+        with other:
+            other.settimeout(PATIENCE_S)
+            other.sendall(b"{}\n")
+            assert b"error" in other.recv(4096), "it is heard"
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_an_address_with_a_scope_needs_no_thread_which_forbids_to_fork(launch: Start) -> None:
+    ranks = launch(2)
+    for rank in range(2):
+        ranks.seat(rank, host="::1")
+    assert ranks.place[0] == "::1%1" and ranks.epoch() == 1
+
+
+def test_a_port_whose_listener_says_nothing_does_not_take_the_time_for_the_next(launch: Start) -> None:
+    ranks = launch(2)
+    ranks.seat(0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        second = ranks.seat(1, timeout_s=PATIENCE_S / 3, ports=ranks.ports(silent.getsockname()))
+    assert second._places == [ranks.place] and ranks.epoch() == 1
+
+
+def test_who_departs_is_told_if_nobody_hears_it_and_who_waits_hears_it_though_the_hub_is_gone(launch: Start) -> None:
+    ranks = launch(2)
+    first, second = ranks.seat(0), ranks.seat(1, "apart")
+    waiting = begin(second)
+    are_heard(second)
+    first.depart("it is done", PATIENCE_S)
+    first.close()
+    with pytest.raises(RankDeparted, match="rank 0 has left the job: it is done"):
+        waiting.result(PATIENCE_S)
+    until(lambda: not is_agent(first.agent.pid), "the end of the hub")
+    with pytest.raises(RankDeparted, match="rank 0 has left the job: it is done"):
+        second.next_epoch(PATIENCE_S / 3)
+    with pytest.raises(HubLost, match="no connection to the hub"):
+        until(lambda: second.depart("so am I", PATIENCE_S), "the agent to know")  # type: ignore[func-returns-value]
+
+
+def test_a_connection_for_a_courier_that_comes_too_late_is_closed(tmp_path: Path) -> None:
+    agent = start(tmp_path, "from mlflash.agent import seat\nseat._CHANNEL_S = 1.0\nrun = print\n", mpi=False)
+    with pytest.raises(AgentRefused, match="its connection for the courier has not come"):
+        agent.ask("next", PATIENCE_S, channel=1, last=0, mine=["", "", []], within_s=PATIENCE_S, up_s=PATIENCE_S)
+    with agent.channel(1) as late:
+        late.settimeout(PATIENCE_S)
+        assert late.recv(1) == b""
+    assert run(agent, 2).status == 0
+    agent.close()
+
+
+def test_an_epoch_goes_on_without_a_node_until_a_rank_of_it_is_back(launch: Start) -> None:
+    ranks = launch(2)
+    first, second = ranks.seat(0), ranks.seat(1, "apart")
+    assert ranks.epoch() == 1
+    epoch, connected = first.courier.epoch, descriptors(first.agent.pid)
+    os.kill(second.agent.pid, signal.SIGKILL)
+    until(lambda: descriptors(first.agent.pid) < connected, "the hub to have lost the node")
+    are_heard(first)
+    assert epoch not in first.agent.over and epoch not in first.agent.ended
+    back = begin(second)
+    assert is_over(first, epoch)
+    assert [begun.result(PATIENCE_S).number for begun in (begin(first), back)] == [2, 2]
 
 
 # `mlflash agent`
@@ -261,7 +490,7 @@ def test_what_was_handed_over_is_committed_though_all_that_trainers_started_is_k
     trainers = {trainer.pid for trainer in job.trainers}
     assert agents_of(trainers) == {agent.pid}
     assert not started_by(trainers), "what is to be killed with them"
-    assert {trainer for pid, trainer in doctor_checks.running().items() if pid in started_by({agent.pid})} == trainers
+    assert {trainer for pid, trainer in couriers.running().items() if pid in started_by({agent.pid})} == trainers
     for pid in trainers:
         os.kill(pid, signal.SIGKILL)
     for trainer in job.trainers:

@@ -1,6 +1,6 @@
 """Recovery in place: real trainers in `keep_alive`, the real `Membership`, and messages between them that take a while.
 
-Simulated is what lies between: `run.kept_ranks`, the agent of each host, and the host's file locks.
+Simulated is what lies between: `run.started_ranks`, the agent of each host, and the host's file locks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from states import NO_LAUNCH
 from training import Training
 
 import mlflash
-import mlflash.checkpointer.keep_alive as keep_alive
+import mlflash.checkpointer.keep_alive as in_place
 import mlflash.run.decider_link as decider_link
 from mlflash.checkpointer import process_end
 from mlflash.crash_points import POINTS
 from mlflash.launch.launcher_variables import KEPT
 from mlflash.launch.lines import Lines, pack
 from mlflash.memory.node_directory import NodeDirectory
-from mlflash.run.kept_ranks import how_it_ended
 from mlflash.run.membership import Deadlines, Member, Membership
+from mlflash.run.started_ranks import how_it_ended
 
 if TYPE_CHECKING:
     from history import History
@@ -334,7 +334,7 @@ class Kept(Training):
         self._state = self._states.at(0, before, NO_LAUNCH)
         self._launch.phases["restoring"] += 1
         try:
-            keep_alive.keep_alive(self._train_on, self._state, **self._settings())
+            in_place.keep_alive(self._train_on, self._state, **self._settings())
             code = 0
         except SystemExit as error:
             self._note("gave up", text=str(error), least=self._oracle.least(self._launch))

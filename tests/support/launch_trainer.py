@@ -85,7 +85,7 @@ def late() -> None:
     segments = may_leave(couriers.courier)
     if couriers.rank != 1:
         try:
-            couriers.next_epoch(0.2)
+            couriers.next_epoch(3.0)  # until the agent has killed the last courier, and the hub has heard both
         except MlflashError as error:
             say(couriers.rank, error=str(error), ranks=error.ranks)
     else:

@@ -23,11 +23,11 @@ from waiting import PATIENCE_S, until
 from mlflash.errors import LaunchFailed
 from mlflash.launch.lines import pack
 from mlflash.launch.own_process import running
-from mlflash.run import agents, started_ranks
+from mlflash.run import agents
 from mlflash.run.agents import Agents
-from mlflash.run.launch_system import NodeAssignment
 from mlflash.run.on_ssh import OnSsh, address_of
 from mlflash.run.started_ranks import StartedRanks
+from mlflash.run.started_ranks import start as start_ranks
 
 # A shell may take a signal just before it waits for a command, and hear it after that.
 LISTENS = """
@@ -44,10 +44,10 @@ raise SystemExit(3)
 """
 SUPERVISOR = """
 from mlflash.run.agents import Agents
-from mlflash.run.launch_system import NodeAssignment
 from mlflash.run.on_ssh import OnSsh
-with Agents(OnSsh(["a"], {shell!r}), ["a"]) as agents:
-    agents.start(NodeAssignment(("a",), 2), {argv!r}, {{}})._over.wait()
+from mlflash.run.started_ranks import start
+with Agents(OnSsh(["a"], {shell!r})) as agents:
+    start(agents, ["a"], 2, {argv!r}, {{}})._over.wait()
 """
 
 Start = Callable[..., StartedRanks]
@@ -67,10 +67,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     def begin(hosts: str, program: str, per_node: int = 1, **env: str) -> StartedRanks:
         names = tuple(hosts.split(","))
         if names not in launchers:
-            launchers[names] = opened.enter_context(Agents(OnSsh(names, str(shell)), names))
+            launchers[names] = opened.enter_context(Agents(OnSsh(names, str(shell))))
         launcher = launchers[names]
         whole = f"echo $$ > {tmp_path}/new-$RANK; mv {tmp_path}/new-$RANK {tmp_path}/pid-$RANK\n{program}"
-        started.append(launcher.start(NodeAssignment(names, per_node), ["sh", "-c", whole], env))
+        started.append(start_ranks(launcher, names, per_node, ["sh", "-c", whole], env))
         return started[-1]
 
     with contextlib.ExitStack() as opened:
@@ -151,12 +151,11 @@ def test_a_host_that_does_not_answer_is_named_and_no_rank_is_started_elsewhere(
 ) -> None:
     if host == "dark":
         monkeypatch.setattr(agents, "ANSWER_S", 1.0)
-        monkeypatch.setattr(started_ranks, "ANSWER_S", 1.0)
     code = code_of(start(f"a,{host}", "echo started"))
     said = capfd.readouterr()
     expected = {
-        "dark": "no (answer from|ranks on) (a, )?dark.* within 1 s",
-        "gone": "no ranks on gone: ssh ended with exit code 255",
+        "dark": "no rank on dark: it has not answered within 1 s",
+        "gone": "no rank on gone: ssh ended with exit code 255",
     }
     assert code == 255 and re.search(expected[host], said.err) and "started" not in said.out
     assert not (tmp_path / "pid-0").exists()
@@ -167,8 +166,8 @@ def test_a_host_that_does_not_answer_is_named_and_no_rank_is_started_elsewhere(
 def test_what_cannot_be_started_is_said_with_the_host(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with Agents(OnSsh(["a"], str(tmp_path / "ssh")), ["a"]) as launcher:
-        ranks = launcher.start(NodeAssignment(("a",), 1), ["/no/such/program"], {})
+    with Agents(OnSsh(["a"], str(tmp_path / "ssh"))) as launcher:
+        ranks = start_ranks(launcher, ["a"], 1, ["/no/such/program"], {})
         assert code_of(ranks) == 127
     assert "no rank on a: /no/such/program cannot be started: No such file" in capfd.readouterr().err
     monkeypatch.setattr(os, "getcwd", lambda: "/not/there")
@@ -279,8 +278,8 @@ def test_a_node_whose_status_hangs_is_silent_and_its_ranks_go_on(
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 1000\n")
     (tmp_path / "nvidia-smi").chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with Agents(OnSsh(["localhost"]), ["localhost"], 1.0) as launcher:
-        ranks = launcher.start(NodeAssignment(("localhost",), 1), ["sleep", "1000"], {})
+    with Agents(OnSsh(["localhost"]), 1.0) as launcher:
+        ranks = start_ranks(launcher, ["localhost"], 1, ["sleep", "1000"], {})
         told = {"memory": str(tmp_path), "job": "j", "interface": ""}
         assert launcher.ask(["localhost"], "status", 3.0, **told) == {}, "it is said within three lost_s"
         assert ranks.poll() is None

@@ -97,7 +97,7 @@ class World(Job):
         number = self.it.round
         names = [self.holders[number, rank] for rank in range(self.it.size)]
         assert len(set(names)) == self.it.size
-        codes = {name: self.it._members[name].code for name in names}
+        codes = {name: self.it.members[name].code for name in names}
         if any(code not in (None, 0) for code in codes.values()):
             assert all((name, number) in self.lost_told for name in names if self.processes[name].is_alive)
 
@@ -106,7 +106,7 @@ class World(Job):
         if self.it.over:
             return True
         names = [self.holders.get((self.it.round, rank), "") for rank in range(self.it.size)]
-        return all(name and self.it._members[name].code in (None, 0) for name in names) and not any(
+        return all(name and self.it.members[name].code in (None, 0) for name in names) and not any(
             self.processes[name].owes for name in self.living()
         )
 

@@ -25,7 +25,6 @@ from waiting import until
 
 from mlflash.memory.node_directory import NodeDirectory
 from mlflash.run import node_watch
-from mlflash.run.launch_system import NodeAssignment
 from mlflash.run.node_watch import Looks, Watch
 from mlflash.run.processes import mpiexec, signal_group, spawn
 from mlflash.telemetry import heartbeat, prometheus_metrics
@@ -201,9 +200,9 @@ def test_a_courier_that_died_is_shown_as_such_and_is_no_dead_rank(
     trainer.beat("saved", saved=6)
     nodes = Nodes(shm)
     looks = Looks(nodes, str(shm), "j", 0, "")  # type: ignore[arg-type]
-    watch = Watch(looks, "r", NodeAssignment(("a",), 4), 0)
+    watch = Watch(looks, "r", ["a"], 4, 0)
     looks.look(["a"])
-    looks.show_stacks(["a"], "r")
+    looks.show_stacks("r")
     assert nodes.kills == [[os.getpid(), courier.pid]]
     assert watch.dead() == "" and "courier" not in caplog.text
     courier.kill()
@@ -218,7 +217,7 @@ def test_a_courier_that_died_is_shown_as_such_and_is_no_dead_rank(
         looks.look(["a"])
         assert watch.dead() == ""
     assert caplog.text.count(f"a: the courier of rank 1 (pid {courier.pid}) died, and its trainer goes on") == 1
-    looks.show_stacks(["a"], "r")
+    looks.show_stacks("r")
     assert nodes.kills[-1] == [os.getpid()]
 
 
@@ -231,11 +230,11 @@ def test_a_rank_in_a_container_of_its_own_is_not_called_dead_and_nobody_gets_its
     assert (said["pid"], said["alive"], said["courier_pid"]) == (0, True, None)
     nodes = Nodes(shm)
     looks = Looks(nodes, str(shm), "j", 0, "")  # type: ignore[arg-type]
-    watch = Watch(looks, "r", NodeAssignment(("a",), 4), 0)
+    watch = Watch(looks, "r", ["a"], 4, 0)
     for _ in range(3):
         looks.look(["a"])
         assert watch.dead() == ""
-    looks.show_stacks(["a"], "r")
+    looks.show_stacks("r")
     assert nodes.kills == [], "its pid is that of another process here"
 
 
@@ -253,8 +252,7 @@ def test_a_trainer_that_hangs_is_seen_to_hang_though_its_courier_gets_on_whateve
     trainer = TrainerHeartbeat(node_memory, FACTS)
     trainer.beat("saved", saved=4)
     looks = Looks(Nodes(shm), str(shm), "j", 0, "")  # type: ignore[arg-type]
-    seats = NodeAssignment(("a",), 4)
-    watch, patient = Watch(looks, "r", seats, 900), Watch(looks, "r", seats, 100_000)
+    watch, patient = (Watch(looks, "r", ["a"], 4, patience_s) for patience_s in (900, 100_000))
     looks.look(["a"])
     assert not watch.hangs() and not patient.hangs()
     courier = start("courier")

@@ -22,22 +22,22 @@ from waiting import until
 
 from mlflash.launch.lines import pack
 from mlflash.run.agents import Agents
-from mlflash.run.kept_ranks import KeepingAgents, KeptRanks
-from mlflash.run.launch_system import NodeAssignment, RunLog
+from mlflash.run.launch_system import RunLog
 from mlflash.run.membership import Deadlines
 from mlflash.run.on_ssh import OnSsh
+from mlflash.run.started_ranks import KeptRanks, start_kept
 
 LATER_S = 60.0  # without a sign of life; where nothing is to be lost for that, on a busy machine
 SUPERVISOR = """
 import sys, threading
 from mlflash.run.agents import Agents
-from mlflash.run.kept_ranks import KeepingAgents
+from mlflash.run.launch_system import RunLog
 from mlflash.run.membership import Deadlines
-from mlflash.run.launch_system import NodeAssignment, RunLog
 from mlflash.run.on_ssh import OnSsh
-with Agents(OnSsh(["a", "b"], {shell!r}), ["a", "b"], 2.0) as agents:
-    keeping = KeepingAgents(agents, 0, Deadlines(2.0), RunLog(None))
-    keeping.start(NodeAssignment(("a",), 2), [sys.executable, "-c", {program!r}, {folder!r}], {{}})
+from mlflash.run.started_ranks import start_kept
+with Agents(OnSsh(["a", "b"], {shell!r}), 2.0) as agents:
+    argv = [sys.executable, "-c", {program!r}, {folder!r}]
+    start_kept(agents, 0, Deadlines(2.0), RunLog(None), ["a"], 2, argv, {{}})
     threading.Event().wait()
 """
 Start = Callable[..., KeptRanks]
@@ -67,10 +67,9 @@ def start(tmp_path: Path, shell: str) -> Iterator[Start]:
     def begin(hosts: str, spare_hosts: str = "", per_node: int = 1, spares: int = 0, lost_s: float = LATER_S,
               program: str = RANK) -> KeptRanks:  # fmt: skip
         names = [*hosts.split(","), *filter(None, spare_hosts.split(","))]
-        opened.append(Agents(OnSsh(names, shell), names, lost_s).__enter__())
-        launcher = KeepingAgents(opened[-1], spares, Deadlines(lost_s), RunLog(tmp_path / "run.jsonl"))
-        argv = [sys.executable, "-c", program, str(tmp_path)]
-        started.append(launcher.start(NodeAssignment(tuple(hosts.split(",")), per_node), argv, {}))
+        opened.append(Agents(OnSsh(names, shell), lost_s).__enter__())
+        run_log, argv = RunLog(tmp_path / "run.jsonl"), [sys.executable, "-c", program, str(tmp_path)]
+        started.append(start_kept(opened[-1], spares, Deadlines(lost_s), run_log, hosts.split(","), per_node, argv, {}))
         Said(tmp_path).seats(1)
         seen.update(started_by({os.getpid()}))
         membership = started[-1].membership
@@ -142,9 +141,9 @@ def test_a_host_that_is_lost_is_lost_with_all_of_its_ranks(start: Start, tmp_pat
     all_gone(*before[2:], agent)
     note = until(lambda: recovered(tmp_path), "the note of it")[0]
     assert note["lost"] == [2, 3] and host in str(note["why"])
-    began = NodeAssignment(("a", host), 2)
-    assert ranks.seats(began) == NodeAssignment(("a", "c"), 2)
-    assert ranks.seats(NodeAssignment((*began.hosts, "more"), 2)).hosts[-1] == "more"  # they are on fewer now
+    assert ranks.hosts == ("a", "c")
+    ranks._began_on = ("a", host, "more")
+    assert ranks.hosts == ranks._began_on  # they are on fewer now
     assert len(said.begun()) == 6  # nothing is started there any more
     end_well(ranks, tmp_path)
 

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from mlflash.run import first_node_guard
 from mlflash.run.agents import Agents
-from mlflash.run.launch_system import NodeAssignment, reassign_nodes
 from mlflash.run.node_watch import Looks, Watch, ask
 from mlflash.run.on_slurm import is_lost
 from mlflash.run.on_ssh import OnSsh
-from mlflash.run.supervisor import Restarts
+from mlflash.run.supervisor import Restarts, choose_nodes
 from mlflash.tools.run import run
 
 HOSTS = [f"n{number}" for number in range(8)]
@@ -28,18 +27,16 @@ HOSTS = [f"n{number}" for number in range(8)]
     [("de", "de"), ("ac", "ac"), ("c", None)],  # ranks have other numbers: training that reshards
 )
 def test_fewer_nodes_are_enough_where_that_was_said(fit: str, hosts: str | None) -> None:
-    before = NodeAssignment(tuple("abc"), 2)
-    assert reassign_nodes(before, list(fit), 3, 2) == (None if hosts is None else NodeAssignment(tuple(hosts), 2))
+    assert choose_nodes("abc", list(fit), 3, 2) == (None if hosts is None else tuple(hosts))
 
 
 @given(st.lists(st.sampled_from(HOSTS), min_size=1, max_size=5, unique=True), st.sets(st.sampled_from(HOSTS)))
 def test_nobody_sits_twice_and_nobody_moves_without_need(taken: list[str], fit: set[str]) -> None:
-    before = NodeAssignment(tuple(taken), 1)
-    after = reassign_nodes(before, sorted(fit), len(taken))
+    after = choose_nodes(taken, sorted(fit), len(taken))
     assert (after is None) == (len(fit) < len(taken))
     if after is not None:
-        assert len({*after.hosts}) == len(taken) and {*after.hosts} <= fit
-        assert all(new == old for new, old in zip(after.hosts, before.hosts, strict=True) if old in fit)
+        assert len({*after}) == len(taken) and {*after} <= fit
+        assert all(new == old for new, old in zip(after, taken, strict=True) if old in fit)
 
 
 Failed = dict[str, Any]
@@ -131,7 +128,7 @@ def test_a_look_runs_nothing_of_the_working_directory(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     for name in ("tokenize", "json", "mlflash"):
         (tmp_path / f"{name}.py").write_text(f"open('{tmp_path}/ran', 'w')\nraise SystemExit(3)\n")
-    with Agents(OnSsh(["localhost"]), ["localhost"]) as agents:
+    with Agents(OnSsh(["localhost"])) as agents:
         said, unread = ask(agents, ["localhost"], "status", memory=str(tmp_path), job="j", interface="")
     assert said["localhost"]["steps"] == [] and not unread and not (tmp_path / "ran").exists()
 
@@ -150,7 +147,7 @@ def test_a_node_that_slurm_does_not_show_is_not_known_to_be_dead(
 def test_ranks_are_dead_when_two_looks_in_a_row_say_so() -> None:
     nodes = Nodes()
     looks = Looks(nodes, "/dev/shm", "job", 0, "")  # type: ignore[arg-type]
-    watch = Watch(looks, "r", NodeAssignment(("a", "b"), 1), 0)
+    watch = Watch(looks, "r", ("a", "b"), 2, 0)
 
     def look(**said: Any) -> str:
         nodes.said = said

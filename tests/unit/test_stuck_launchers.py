@@ -5,15 +5,16 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlflash.run import processes, supervisor
-from mlflash.run.launch_system import Ranks, RunLog, RunOptions
+from mlflash.run.launch_system import RunLog, RunOptions
 from mlflash.run.processes import ask_within
+from mlflash.run.started_ranks import StartedRanks
 
 END_S = 60
 TRACEE = """
@@ -81,9 +82,9 @@ def test_what_is_asked_ends_with_an_interrupt(tmp_path: Path) -> None:
 SOUND: dict[str, Any] = {"free": 1, "gpus": 0, "gpu_error": "", "interface": None, "heartbeats": [], "steps": []}
 
 
-class Step(Ranks):
+class Step(StartedRanks):
     def __init__(self, process: subprocess.Popen[bytes]):
-        self._process = process
+        self._process, self._began_on = process, ("a",)
 
     def poll(self) -> int | None:
         return self._process.poll()
@@ -96,18 +97,15 @@ class Nodes:
     """One node, and what it says: each time the next thing, and at the end the last one again. It is a system, too."""
 
     def __init__(self, *said: Callable[[], Any]):
-        self._said, self.looks, self.system = list(said), 0, self
+        self._said, self.looks, self.system, self.hosts = list(said), 0, self, ["a"]
         self.process: subprocess.Popen[bytes] | None = None
-
-    def hosts(self) -> list[str]:
-        return ["a"]
 
     def gone(self, hosts: list[str]) -> dict[str, str]:
         return {}
 
     unwanted = gone
 
-    def start(self, seats: Any, argv: list[str], env: dict[str, str]) -> Step:
+    def start(self, hosts: Sequence[str], ranks_per_node: int, argv: Sequence[str], env: Mapping[str, str]) -> Step:
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
         return Step(self.process)
 
@@ -141,7 +139,7 @@ def test_a_run_goes_on_whatever_looks_at_its_nodes_come_to_and_says_it(
         end,
     )
     options = RunOptions(["cat"], 1, 1, 0, 0, "j", str(tmp_path), None, True, 0, 0.01, 0, 0, "")
-    assert supervisor.Supervisor(nodes, options, RunLog(None)).run() == 0  # type: ignore[arg-type]
+    assert supervisor.Supervisor(nodes, options, RunLog(None), nodes.start).run() == 0  # type: ignore[arg-type]
     for text in ("be asked for their status: RuntimeError('the cable')", "status of a cannot be read: it is not what",
                  "cannot be read: written by version 9.9", "cannot be read: written by version 8.8",
                  "a: pulse-0000 cannot be read"):  # fmt: skip
