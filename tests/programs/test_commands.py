@@ -34,6 +34,7 @@ from mlflash.placement.topology import Topology
 from mlflash.state.layout import Extents
 from mlflash.state.leaves import Entry
 from mlflash.tools.inspect_step import statistics
+from mlflash.tools.jobs import decide
 from mlflash.tools.node_memory import File, Node, Sealed, look
 from mlflash.tools.restorability import survival, what_is_restorable
 
@@ -163,17 +164,17 @@ def test_the_directory_names_the_job_in_and_out_of_slurm() -> None:
     name, slurm = job_name(outside, "/fs/run42"), job_name(inside, "/fs/run42")
     other = job_name(inside, "/fs/run43")
 
-    def decide(*there: str, env: Any = outside, job: str | None = None) -> str:
+    def job_of(*there: str, env: Any = outside, job: str | None = None) -> str:
         return decide(there, env, job, "/fs/run42", "/dev/shm")
 
-    assert decide(slurm, other) == slurm
-    assert decide(slurm, other, env={"SLURM_JOB_ID": "72"}) == slurm
-    assert decide(name, slurm) == name
-    assert decide(name, slurm, env=inside) == slurm
-    assert decide(other) == name  # which is not there
-    assert decide(other, job="named") == "named"
+    assert job_of(slurm, other) == slurm
+    assert job_of(slurm, other, env={"SLURM_JOB_ID": "72"}) == slurm
+    assert job_of(name, slurm) == name
+    assert job_of(name, slurm, env=inside) == slurm
+    assert job_of(other) == name  # which is not there
+    assert job_of(other, job="named") == "named"
     with pytest.raises(click.UsageError, match="several jobs drain to /fs/run42"):
-        decide(slurm, slurm.replace("71", "72"))
+        job_of(slurm, slurm.replace("71", "72"))
 
 
 # Damage
