@@ -8,6 +8,7 @@ since DCP keeps one tensor of a name only, and pickles what is no tensor.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import pickle
 import zlib
@@ -22,9 +23,12 @@ from ..storage import dcp_plans
 from ..storage.dcp_files import METADATA, Contents, Keys, Path, keys_of, metadata, pickled, rank_file
 from ..storage.file_holes import FileWithHoles
 from ..storage.whole_state import build
+from ..text import listed
 from . import checkpoint_directory
 from .index import Stored
 from .rank_input import DrainInput, RankContent, Receipt, plain_file
+
+log = logging.getLogger("mlflash")
 
 MASTER = "checkpoint.mlflash"
 
@@ -76,16 +80,13 @@ class Dcp:
                 if paths.get(name) is None:
                     paths[name] = path
             ties = {keys[a]: keys[b] for a, b in rank_ties.items()} | ties
-        listing = FileWithHoles()
-        listing.patch(
-            0,
-            metadata(
-                files,
-                {key: path or (key,) for key, path in paths.items()},
-                ties,
-                checkpoint_directory.tag(drain_input.attempt, owner),
-            ),
-        )
+        listing, left_out = FileWithHoles(), dict[str, str]()
+        where = {key: path or (key,) for key, path in paths.items()}
+        tag = checkpoint_directory.tag(drain_input.attempt, owner)
+        listing.patch(0, metadata(files, where, ties, tag, left_out))
+        if left_out:
+            log.info("of what has one name on several ranks, torch.distributed.checkpoint reads that of the first rank "
+                     "only, and mlflash that of each: %s", listed(sorted(left_out)))  # fmt: skip
         commit, _ = plain_file(drain_input, -1, owner, text)
         return [(METADATA, listing), (MASTER, commit)]
 
@@ -118,6 +119,7 @@ def _extras(rank: int, home: RankCheckpoint, content: RankContent, keys: Keys) -
         build(tree, inside.append, lambda _: None)
         if rank and inside and all(content.commons[number] == 0 for number in inside):
             continue
-        extras[key] = pickled(build(tree, lambda number: from_bytes(entries[number], np.array(read(entries[number]))),
-                                    lambda number: decode_plain(plain[number])))  # fmt: skip
+        value = build(tree, lambda number: from_bytes(entries[number], np.array(read(entries[number]))),
+                      lambda number: decode_plain(plain[number]))  # fmt: skip
+        extras[key] = pickled(value, any(entries[number].kind == "tensor" for number in inside))
     return extras

@@ -26,7 +26,7 @@ import numpy as np
 from ..config import Config
 from ..courier.describe_ranks import Described, Gathered, gathering
 from ..crash_points import reach
-from ..errors import ConfigError, DrainFailed, MlflashError, pip_install, text_of
+from ..errors import DrainFailed, MlflashError, text_of
 from ..memory.slot import Verdict
 from ..mpi.background_collectives import BackgroundCollectives, in_thread
 from ..mpi.nonblocking import Operation, side_by_side
@@ -291,10 +291,8 @@ def _deleting(what: str) -> Iterator[None]:
 
 def _file_format(config: Config) -> FileFormat:
     if config.format == "dcp":
-        try:
-            from .dcp_format import Dcp
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"format='dcp' needs PyTorch: {pip_install('torch')}") from error
+        from .dcp_format import Dcp
+
         return Dcp()
     from .hdf5_files import Hdf5
 

@@ -8,36 +8,31 @@ Source: torch.distributed.checkpoint.filesystem.FileSystemWriter.
 
 from __future__ import annotations
 
-import copyreg
 import dataclasses
-import functools
 import io
 import math
-import mmap
-import os
 import pickle
-import struct
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
-
-import numpy as np
-import torch
-from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ..errors import StateError, StructureMismatch
 from ..state.leaves import Entry, Tree, inside
 from ..state.paths import unique
 from ..state.plain_values import decode_plain
+from . import torch_pickles
 from .file_holes import FileWithHoles, Source
+from .torch_pickles import Call, Global, Instance, archive, around_tensor, size
 from .whole_state import tensor_dtype
 
 METADATA = ".metadata"
 _VERSION = "1.0.0"  # torch.distributed.checkpoint.filesystem.CURRENT_DCP_VERSION
 
+_METADATA = "torch.distributed.checkpoint.metadata"  # the module
+
 Place = tuple[int, int]
 """Where something begins in a file, and its bytes."""
+_Index = tuple[str, tuple[int, ...] | None]  # a key, and the offset of a chunk; None: an object
+_Info = tuple[str, int, int]  # the name of a file, and a place in it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +62,7 @@ def rank_file(
     Raises:
         StateError: an array has no torch dtype.
     """
-    frames = [around(tensor_dtype(piece), piece.shape) for piece in pieces]
+    frames = [around_tensor(tensor_dtype(piece), piece.shape) for piece in pieces]
     skeleton = FileWithHoles()
     places, starts, at = [], [], 0
     for piece, source, (before, after) in zip(pieces, sources, frames, strict=True):
@@ -86,15 +81,19 @@ def rank_file(
     return skeleton, places, starts
 
 
-def pickled(value: Any) -> bytes:
-    """An object as DCP stores it."""
+def pickled(value: Any, has_tensors: bool = True) -> bytes:
+    """An object as DCP stores it. Without tensors in it, PyTorch is not needed."""
+    if not has_tensors:
+        return archive(pickle.dumps(value, 2))
+    import torch
+
     raw = io.BytesIO()
     torch.save(value, raw)
     return raw.getvalue()
 
 
 def metadata(files: Iterable[Contents], paths: Mapping[str, Path], ties: Mapping[str, str] | None = None,
-             save_id: str | None = None) -> bytes:  # fmt: skip
+             save_id: str | None = None, left_out: dict[str, str] | None = None) -> bytes:  # fmt: skip
     """Merge what all files hold into ``.metadata``.
 
     If pieces are the same part of a tensor, or objects have the same key, the first one counts.
@@ -103,123 +102,97 @@ def metadata(files: Iterable[Contents], paths: Mapping[str, Path], ties: Mapping
         files: of all ranks, in the same order wherever this is called.
         paths: where each key is in the nested state, see `keys_of`; a key without a path gets no entry.
         ties: key → the key that has the same bytes, and is in the files.
+        left_out: gets what DCP cannot hold, with the reason, instead of an error: DCP has one tensor of a name, and
+            ranks may have different ones.
 
     Raises:
         StructureMismatch: a key is in no file, or the parts of a tensor do not cover it exactly once, or belong to
             different tensors.
     """
-    described: dict[str, Any] = {}
-    stored: dict[Any, _StorageInfo] = {}
+    tensors: dict[str, _Tensor] = {}
+    stored: dict[_Index, tuple[int | None, _Info]] = {}  # the number of each chunk, and where it is
     wanted = {*paths, *(ties or {}).values()}
     for file in files:
         places = iter(file.places)
         for piece, place in zip(file.pieces, places, strict=False):
             if piece.name in wanted:
-                _add_piece(piece, _StorageInfo(file.name, *place), described, stored)
+                try:
+                    _add_piece(piece, (file.name, *place), tensors, stored)
+                except StructureMismatch as error:
+                    if left_out is None:
+                        raise
+                    left_out[piece.name] = error.message
         for key, place in zip(file.extras, places, strict=True):
-            if key not in described:
-                described[key] = dcp.BytesStorageMetadata()
-                stored[dcp.MetadataIndex(key)] = _StorageInfo(file.name, *place)
-    for key, tensor in described.items():
-        if isinstance(tensor, dcp.TensorStorageMetadata):
-            held, count = sum(math.prod(chunk.sizes) for chunk in tensor.chunks), math.prod(tuple(tensor.size))
-            if held != count:
-                raise StructureMismatch("the files do not hold each element of this tensor once", tensor=key,
-                                        expected=f"{count} elements", found=held)  # fmt: skip
+            if key not in tensors:
+                stored.setdefault((key, None), (None, (file.name, *place)))
+    for key, tensor in tensors.items():
+        count, held = math.prod(tensor.size), sum(math.prod(shape) for _, shape in tensor.chunks)
+        if held != count:
+            raise StructureMismatch("the files do not hold each element of this tensor once", tensor=key,
+                                    expected=f"{count} elements", found=held)  # fmt: skip
     for key, other in (ties or {}).items():
-        described[key] = described[other]
-        for number, chunk in enumerate(described[other].chunks):
-            index = dcp.MetadataIndex(other, chunk.offsets)
-            stored[dcp.MetadataIndex(key, chunk.offsets, number)] = stored[index]
-    if missing := [key for key in paths if key not in described]:
+        tensors[key] = tensors[other]
+        for number, (offset, _) in enumerate(tensors[other].chunks):
+            stored[key, offset] = number, stored[other, offset][1]
+    if missing := [key for key in paths if key not in tensors and (key, None) not in stored]:
         raise StructureMismatch("no file holds this part of the state", tensor=missing[0])
-    about = dcp.StorageMeta(save_id=save_id)
-    raw = io.BytesIO()
-    _Pickler(raw).dump(dcp.Metadata({key: described[key] for key in paths}, dict(paths), stored, about, _VERSION))
-    return raw.getvalue()
+    about: dict[str, Any] = {"checkpoint_id": None, "save_id": save_id, "load_id": None, "modules": []}
+    return torch_pickles.pickled(_instance("Metadata", {
+        "state_dict_metadata": {
+            key: tensors[key].described() if key in tensors else _instance("BytesStorageMetadata") for key in paths
+        },
+        "planner_data": dict(paths),
+        "storage_data": {_index(*key, number): _info(*place) for key, (number, place) in stored.items()},
+        "storage_meta": _instance("StorageMeta", about),
+        "version": _VERSION,
+    }))  # fmt: skip
 
 
-class _Pickler(pickle.Pickler):
-    """Writes a ``.metadata`` that PyTorch before 2.15 can read, too: it knows five properties of a tensor, not six."""
+@dataclasses.dataclass
+class _Tensor:
+    """What is known of a tensor: its chunks, each an offset and a shape."""
 
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, dcp.TensorProperties):
-            return copyreg.__newobj__, (dcp.TensorProperties,), value.__getstate__()[:5]  # type: ignore[attr-defined]
-        return NotImplemented
+    dtype: str
+    size: tuple[int, ...]
+    chunks: list[tuple[tuple[int, ...], tuple[int, ...]]] = dataclasses.field(default_factory=list)
+
+    def described(self) -> Instance:
+        # PyTorch before 2.15 knows five properties of a tensor, not six, and cannot read more.
+        layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+        memory_format = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+        properties = (Global("torch", self.dtype), layout, False, memory_format, False)
+        chunks = [_instance("ChunkStorageMetadata", {"offsets": size(offset), "sizes": size(shape)})
+                  for offset, shape in self.chunks]  # fmt: skip
+        return _instance("TensorStorageMetadata", {"properties": _instance("TensorProperties", properties),
+                                                   "size": size(self.size), "chunks": chunks})  # fmt: skip
 
 
-def _add_piece(piece: Entry, info: _StorageInfo, described: dict[str, Any], stored: dict[Any, _StorageInfo]) -> None:
-    dtype, size = getattr(torch, tensor_dtype(piece)), torch.Size(piece.global_shape)
-    if piece.name not in described:
-        described[piece.name] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), size, [])
-    tensor = described[piece.name]
-    if (tensor.properties.dtype, tensor.size) != (dtype, size):
+def _add_piece(piece: Entry, info: _Info, tensors: dict[str, _Tensor], stored: dict[_Index, tuple[int | None, _Info]]
+               ) -> None:  # fmt: skip
+    dtype = tensor_dtype(piece)
+    tensor = tensors.setdefault(piece.name, _Tensor(dtype, piece.global_shape))
+    if (tensor.dtype, tensor.size) != (dtype, piece.global_shape):
         raise StructureMismatch("ranks have different tensors of this name", tensor=piece.name,
-                                expected=f"{tensor.properties.dtype} {tuple(tensor.size)}",
-                                found=f"{dtype} {tuple(size)}")  # fmt: skip
-    index = dcp.MetadataIndex(piece.name, piece.offset, len(tensor.chunks))
+                                expected=f"{tensor.dtype} {tensor.size}",
+                                found=f"{dtype} {piece.global_shape}")  # fmt: skip
     is_empty_part = 0 in piece.shape and 0 not in piece.global_shape
-    if index not in stored and not is_empty_part:
-        tensor.chunks.append(dcp.ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape)))
-        stored[index] = info
+    if (piece.name, piece.offset) not in stored and not is_empty_part:
+        stored[piece.name, piece.offset] = len(tensor.chunks), info
+        tensor.chunks.append((piece.offset, piece.shape))
 
 
-# What ``torch.save`` writes around tensors
+def _instance(name: str, state: Any = None) -> Instance:
+    return Instance(Global(_METADATA, name), state)
 
 
-_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record; it ends with the lengths of name and extra field
+def _index(name: str, offset: tuple[int, ...] | None, number: int | None) -> Instance:
+    where = {} if offset is None else {"offset": size(offset)}
+    return _instance("MetadataIndex", {"fqn": name, "index": number} | where)
 
 
-def hollow(dtypes_and_shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[torch.Tensor]:
-    """Make tensors without memory; each has a storage of its own. They must never be read or written."""
-    sizes = [math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in dtypes_and_shapes]
-    starts = [0]
-    for nbytes in sizes:
-        starts.append(starts[-1] + -(-nbytes // 64) * 64)
-    ground = _ground(starts[-1])
-    return [
-        (torch.from_numpy(ground[start : start + nbytes]) if nbytes else torch.empty(0, dtype=torch.uint8))
-        .view(getattr(torch, dtype))
-        .view(shape)
-        for (dtype, shape), start, nbytes in zip(dtypes_and_shapes, starts, sizes, strict=False)
-    ]
-
-
-def _ground(nbytes: int) -> np.ndarray:
-    """Addresses only: a mapped hole never counts as memory, even if the kernel does not overcommit."""
-    fd = os.memfd_create("mlflash-ground", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, max(1, nbytes))
-        return np.frombuffer(mmap.mmap(fd, max(1, nbytes)), dtype=np.uint8)
-    finally:
-        os.close(fd)
-
-
-def save(value: Any, skeleton: FileWithHoles) -> list[int]:
-    """Write a value of hollow tensors as ``torch.save`` does; return where the bytes of each storage go, in order."""
-    with torch.serialization.skip_data():
-        torch.save(value, skeleton.file)
-    starts = {}
-    with zipfile.ZipFile(skeleton.file) as archive:
-        for record in archive.infolist():
-            folder, _, number = record.filename.rpartition("/")
-            if folder.endswith("/data"):
-                header = os.pread(skeleton.file.fileno(), _LOCAL_HEADER.size, record.header_offset)
-                starts[int(number)] = record.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
-    return [starts[number] for number in range(len(starts))]
-
-
-@functools.lru_cache(maxsize=4096)
-def around(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """What ``torch.save`` of one tensor writes before its bytes, and after them."""
-    (tensor,) = hollow([(dtype, shape)])
-    skeleton = FileWithHoles()
-    try:
-        (start,) = save(tensor, skeleton)
-        fd, end = skeleton.file.fileno(), start + tensor.nbytes
-        return os.pread(fd, start, 0), os.pread(fd, skeleton.nbytes - end, end)
-    finally:
-        skeleton.close()
+def _info(file: str, start: int, nbytes: int) -> Instance:
+    state = {"relative_path": file, "offset": start, "length": nbytes}
+    return Instance(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), state)
 
 
 # Keys: DCP looks into dicts, and into lists that hold tensors or dicts; each tensor has a key of its own. Everything

@@ -135,7 +135,7 @@ def write_torch(whole: Whole, store: Store, name: str = "state.pt") -> Written:
     Raises:
         StateError: torch has no dtype for an array. The error names it.
     """
-    from ..storage.dcp_files import hollow, save
+    from ..storage.hollow_tensors import hollow, save
 
     names, numbers = list(whole.entries), list[int]()
     build(whole.tree, numbers.append, lambda _: None)
