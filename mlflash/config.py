@@ -153,7 +153,7 @@ class Config:
     keep_every: int = _setting(
         0, "also keeps the checkpoints whose step is a multiple of this number. 0: no others", _NOT_NEGATIVE
     )
-    format: str = _setting("hdf5", "format of drained checkpoints: `hdf5` or `dcp`", _one_of("hdf5", "dcp"))
+    format: str = _setting("dcp", "format of drained checkpoints: `dcp` or `hdf5`", _one_of("dcp", "hdf5"))
     compression: str = _setting(
         "", "compression of drained HDF5 files: `gzip`, `zstd`, `lz4`, ...", _one_of("", *COMPRESSIONS)
     )

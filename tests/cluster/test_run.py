@@ -87,7 +87,7 @@ def check_replaced(run: Run, expected: list[str]) -> None:
     assert [end["node"] for end in run.ends()] == ["host1", "host4", "host3"]
     assert all(end["start"] >= 14 for end in run.ends()) and run.events("end")[1]["source"] == "memory"
     assert run.events("finish")[0]["scavenged"] is True
-    assert (run.directory / f"step-{LAST:08d}" / "checkpoint.h5").exists()
+    assert (run.directory / f"step-{LAST:08d}" / "checkpoint.mlflash").exists()
     assert not any(run.memory(host) for host in ("host1", "host3", "host4")), "the nodes were not cleaned"
 
 
@@ -147,7 +147,7 @@ def test_where_too_few_nodes_are_left_it_ends_with_the_reason_and_scavenges(star
     assert run.wait() == 1, run.log()
     assert "fewer than 3 nodes are fit to train" in run.log() and "host3 is not fit to train" in run.log()
     (finish,) = run.events("finish")
-    assert finish["scavenged"] is True and list(run.directory.glob("step-*/checkpoint.h5"))
+    assert finish["scavenged"] is True and list(run.directory.glob("step-*/checkpoint.mlflash"))
 
 
 def test_a_run_that_hangs_shows_its_stacks_and_is_started_again(start: Any, expected: list[str]) -> None:

@@ -31,7 +31,7 @@ MIB = 1 << 20
 def spec(directory: Path, *verbs: list[object], nbytes: int = 100_000, traps: list[dict[str, Any]] | None = None,
          **options: object) -> str:  # fmt: skip
     """What a worker is told; nothing is drained by itself but at the end."""
-    options = {"drain_every": 1000, **options}
+    options = {"drain_every": 1000, "format": "hdf5", **options}
     return json.dumps({"program": "follow", "verbs": verbs, "nbytes": nbytes, "traps": traps or [],
                        "options": {"directory": str(directory), **options}})  # fmt: skip
 

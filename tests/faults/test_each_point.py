@@ -202,7 +202,7 @@ class Chain:
             files = sorted(path.name for path in self._root.glob(f"node*/mlflash-{UID}/j/slot-*"))
             # Of each rank two own slots and two shares, of both one more where it drains, and two for others.
             assert len(files) == (6 if self._drained == NOTHING else 8) * self._ranks, files
-            committed = sorted(path.parent.name for path in self._directory.glob("step-*/checkpoint.h5"))
+            committed = sorted(path.parent.name for path in self._directory.glob("step-*/checkpoint.mlflash"))
             assert len(committed) == len([*self._directory.glob("step-*")]) == (self._drained != NOTHING), committed
         except AssertionError as error:
             self.failed.append(f"the end, after {self._before}: {error}")

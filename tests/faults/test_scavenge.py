@@ -125,7 +125,7 @@ def test_a_slot_that_is_damaged_is_not_drained(shm: Path, directory: Path) -> No
             file.seek(200_000)
             file.write(b"?")
     assert "step 3 in memory is damaged" in command(cluster, "scavenge", directory, ranks=2, code=1)
-    assert not directory.exists() or not list(directory.rglob("*.h5"))
+    assert not directory.exists() or not list(directory.rglob("*.distcp"))
     assert [len(node["damaged"]) for node in document(cluster, "verify", ranks=2, code=1)["memory"]] == [2, 2]
 
 
@@ -174,7 +174,7 @@ def test_a_job_that_is_alive_is_looked_at_asked_and_not_scavenged(shm: Path, dir
     assert json.loads(command(cluster, "clean", "--dry-run", "--json", "j", code=1).split("Error")[0])["jobs"][0]["pid"]
     newest = max(record["step"] for record in job.wait_for("committed", 40))
     drained = document(cluster, "drain", "--wait", PATIENCE_S, "-d", directory)
-    assert drained["drained"] >= newest >= 10 and (Path(drained["path"]) / "checkpoint.h5").exists()
+    assert drained["drained"] >= newest >= 10 and (Path(drained["path"]) / "checkpoint.mlflash").exists()
     (job.out / "enough").touch()
     result = job.wait()
     assert len(result.of("end")) == 4, result.log

@@ -30,7 +30,7 @@ def drained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(("slow", "how", "does"), [
-    pytest.param(2, "reads", "reading {}/step-00000001/rank-00002.h5, 0.0 of 0.3 MB", marks=pytest.mark.gate),
+    pytest.param(2, "reads", "reading {}/step-00000001/__2_0.distcp, 0.0 of 0.3 MB", marks=pytest.mark.gate),
     (0, "comes", "not restoring"),
     (3, "loads", "restoring"),
 ])  # fmt: skip

@@ -451,4 +451,4 @@ def test_nothing_is_left_open_at_the_end_of_a_process(bucket: str, shm: Path) ->
     command = [sys.executable, "-W", "error", "-c", PROGRAM, f"{bucket}/run", str(shm)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert "run/step-00000001/checkpoint.h5" in objects(bucket)
+    assert "run/step-00000001/checkpoint.mlflash" in objects(bucket)

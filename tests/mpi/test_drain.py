@@ -157,7 +157,7 @@ with h5py.File(path) as file:
 
 @general
 def test_plain_h5py_shows_every_tensor_whole(options: dict[str, Any], pfs: Path, root: Path) -> None:
-    with Checkpointer(**options) as ckpt:
+    with Checkpointer(**options, format="hdf5") as ckpt:
         ckpt.save(3, state_at(3)).wait()
         ckpt.drain().wait()
     if RANK == 0:
@@ -184,7 +184,7 @@ def test_compressed_files_come_back_bit_for_bit(
     state = state_at(5)
     state["half"] = torch.arange(100_000).bfloat16()
     state["wide"] = np.tile(np.arange(4000.0), (1, 100))
-    with Checkpointer(**options, compression=compression) as ckpt:
+    with Checkpointer(**options, format="hdf5", compression=compression) as ckpt:
         ckpt.save(5, state).wait()
         ckpt.drain().wait()
     nodes.lose(*range(SIZE))
@@ -336,7 +336,7 @@ def test_the_newest_and_every_mth_stay_and_what_is_foreign_is_never_touched(
 ) -> None:
     def make_foreign() -> None:
         (pfs / "step-00000003").mkdir(parents=True)
-        (pfs / "step-00000003" / "rank-00000.h5").write_bytes(b"somebody else's")
+        (pfs / "step-00000003" / "__0_0.distcp").write_bytes(b"somebody else's")
         (pfs / "notes.txt").write_text("mine")
 
     nodes.on_rank_0(make_foreign)
@@ -351,7 +351,7 @@ def test_the_newest_and_every_mth_stay_and_what_is_foreign_is_never_touched(
         "notes.txt", "step-00000002", "step-00000003", "step-00000004", "step-00000006", "step-00000007",
     ]  # fmt: skip
     assert [path.name for path in (pfs / "step-00000002").iterdir()] == ["README"]
-    assert (pfs / "step-00000003" / "rank-00000.h5").read_bytes() == b"somebody else's"
+    assert (pfs / "step-00000003" / "__0_0.distcp").read_bytes() == b"somebody else's"
     assert not (pfs / "step-00000001").exists() and not (pfs / "step-00000003.1").exists()
 
 
@@ -462,4 +462,4 @@ def test_an_exception_in_training_ends_a_drain_without_waiting_for_it(options: d
         raise ZeroDivisionError
     COMM.Barrier()  # it is here within the hours that the drain would take
     until(lambda: not list(pfs.glob("step-*/.*.tmp")), "the thread that wrote to tidy up")
-    assert not list(pfs.glob("step-*/checkpoint.h5"))
+    assert not list(pfs.glob("step-*/checkpoint.mlflash"))

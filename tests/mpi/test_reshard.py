@@ -165,7 +165,7 @@ def test_any_ranks_in_any_shards_go_on_from_any_others_that_lost_what_is_covered
 
 def restart(options: dict[str, Any], root: Path, nodes: Nodes, change: Change) -> None:
     old, new, pfs = change.old, change.new, root / "pfs"
-    options |= {"directory": pfs} if change.drained else {}
+    options |= {"directory": pfs, "format": "hdf5"} if change.drained else {}
     save(options | on_node(root, old.per_node), old.ranks, old.placement, 1, 2)
 
     def lose() -> None:

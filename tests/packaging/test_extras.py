@@ -31,7 +31,8 @@ import os; assert os.environ["WANTED"] in MPI.Get_library_version(), MPI.Get_lib
 )
 COMPRESSED = """
 import sys, numpy as np, mlflash
-with mlflash.Checkpointer(sys.argv[1], drain_every=1, compression="zstd", redundancy="none", strict=True) as ckpt:
+settings = {"format": "hdf5", "compression": "zstd", "drain_every": 1}
+with mlflash.Checkpointer(sys.argv[1], redundancy="none", strict=True, **settings) as ckpt:
     ckpt.save(1, {"w": np.zeros(1 << 20)}).wait()
     ckpt.drain().wait()
 from pathlib import Path

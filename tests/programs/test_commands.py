@@ -143,7 +143,7 @@ def test_a_job_of_which_only_the_directory_is_left_is_listed(shm: Path, tmp_path
     run(shm, "clean", "--all", "--yes")
     assert document(shm, "status", "-d", tmp_path / "d")["newest"] is None
     assert document(shm, "inspect", 1, "lr", "-d", tmp_path / "d")["plain"] == {"lr": 0.1}
-    assert document(shm, "verify", "-d", tmp_path / "d")["directory"][0]["files"] == 4
+    assert document(shm, "verify", "-d", tmp_path / "d")["directory"][0]["files"] == 6
 
 
 # Which job
@@ -209,7 +209,7 @@ def test_damage_in_the_directory_is_found(shm: Path, tmp_path: Path) -> None:
     directory = tmp_path / "d"
     save(shm, 1, directory=directory, drains=True)
     (folder,) = directory.iterdir()
-    tensors, master = folder / "rank-00000.h5", folder / "checkpoint.h5"
+    tensors, master = folder / "__0_0.distcp", folder / "checkpoint.mlflash"
 
     def damage(path: Path, at: int) -> Any:
         good = path.read_bytes()
@@ -262,7 +262,9 @@ def test_slots_that_are_rewritten_while_they_are_read_are_not_called_damaged(
 def test_what_was_compressed_is_shown_and_verified(shm: Path, tmp_path: Path) -> None:
     directory = ("-d", tmp_path / "d", "--job", "j", "--from", "directory")
     big = {"w": np.arange(100_000, dtype=np.float32)}
-    with mlflash.Checkpointer(tmp_path / "d", job="j", memory=str(shm), redundancy="none", compression="gzip") as ckpt:
+    with mlflash.Checkpointer(
+        tmp_path / "d", job="j", memory=str(shm), redundancy="none", compression="gzip", format="hdf5"
+    ) as ckpt:
         ckpt.save(1, big).wait()
         ckpt.drain().wait(30)
     (tensor,) = document(shm, "inspect", 1, "w", *directory)["tensors"]

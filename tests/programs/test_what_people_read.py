@@ -137,14 +137,12 @@ def test_an_error_on_all_ranks_is_shown_once_and_the_log_has_its_lines(shm: Path
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment)
     said = done.stdout + done.stderr
     assert done.returncode != 0 and "differs from the checkpoint in 1 place:" in said
-    assert ("restore.py" in said) == full
+    assert ("load.py" in said) == full
     if not full:  # the other rank, which may be ended before, has a line at most
         assert said.count("Traceback") <= 1 and len(said.splitlines()) < 15, said
     logs = [json.loads(line) for path in tmp_path.glob("events*.jsonl") for line in path.read_text().splitlines()]
     uncaught = [event for event in logs if event["event"] == "uncaught"]
-    assert uncaught and all(
-        "restore.py" in event["text"] and "StructureMismatch" in event["text"] for event in uncaught
-    )
+    assert uncaught and all("load.py" in event["text"] and "StructureMismatch" in event["text"] for event in uncaught)
 
 
 ALONE = """

@@ -193,7 +193,7 @@ def test_a_master_that_would_list_too_many_pieces_shows_none_and_all_comes_back(
     in_couriers(f"from mlflash.drain.hdf5_files import Hdf5; Hdf5.most_pieces = {most}")
     state, blank = ({name: np.full(1000, value) for name, value in zip("ab", values, strict=True)}
                     for values in ((1.0, 2.0), (0.0, 0.0)))  # fmt: skip
-    options: dict[str, Any] = {"job": "t", "directory": tmp_path / "pfs", "redundancy": "none"}
+    options: dict[str, Any] = {"job": "t", "directory": tmp_path / "pfs", "redundancy": "none", "format": "hdf5"}
     with Checkpointer(memory=str(shm), **options) as ckpt:
         ckpt.save(7, state).wait()
         ckpt.drain().wait()

@@ -162,7 +162,8 @@ def test_damaged_checkpoints_of_the_directory_are_told_one_by_one(make: Make, tm
         ckpt.wait_drained()
     save(ckpt)
     for folder in (tmp_path / "pfs").glob("step-*"):
-        change(folder / ("checkpoint.h5" if what == "card" else "rank-00000.h5"), 100, b"\xff" * 9)
+        damaged = folder / ("checkpoint.mlflash" if what == "card" else "__0_0.distcp")
+        change(damaged, 100 if what == "card" else damaged.stat().st_size - 100, b"\xff" * 9)
     ckpt = make(job="other")
     for _ in range(2):
         with pytest.raises(errors.Unrestorable) as caught:
@@ -301,8 +302,8 @@ def test_what_is_unusable_in_memory_gives_way_to_a_whole_checkpoint_of_the_direc
     if is_whole:
         assert restored(make(pfs)) == 1 and not before.items() & slots(shm).items()
         return
-    data = pfs / "step-00000001" / "rank-00000.h5"
-    change(data, data.stat().st_size // 2, b"\xff" * 9)
+    data = pfs / "step-00000001" / "__0_0.distcp"
+    change(data, data.stat().st_size - 100, b"\xff" * 9)
     with pytest.raises(errors.Unrestorable) as caught:
         make(pfs).restore(state_at(0))
     assert [*caught.value.reasons] == [3, 2, 1] and slots(shm) == before

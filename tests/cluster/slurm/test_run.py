@@ -95,7 +95,7 @@ def test_before_the_time_limit_it_is_scavenged_and_the_next_job_goes_on(slurm: S
     training.job.wait("FAILED")
     assert training.job.details()["ExitCode"] == f"{128 + 10}:0" and not training.ends()
     (finish,) = training.events("finish")
-    assert finish["scavenged"] is True and list(training.directory.glob("step-*/checkpoint.h5"))
+    assert finish["scavenged"] is True and list(training.directory.glob("step-*/checkpoint.mlflash"))
     assert not any(slurm.nodes.run(host, "find", "/dev/shm", "-name", "slot-*") for host in slurm.nodes.names)
     again = Training(slurm)
     again.job.wait("COMPLETED")
