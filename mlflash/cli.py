@@ -26,7 +26,7 @@ _COMMANDS = {
     "drain": ("tools.drain:drain", "Ask a live job to copy its next checkpoint to disk."),
     "report": ("tools.report:report", "Show on one HTML page what happened to a job."),
     "scavenge": ("tools.rescue:scavenge", "Copy the newest checkpoint of a dead job to disk."),
-    "heal": ("tools.rescue:heal", "Make lost copies and parity of a dead job again."),
+    "reprotect": ("tools.rescue:reprotect", "Make lost copies and parity of a dead job again."),
     "jobs": ("tools.jobs:jobs", "List the jobs that hold memory on this node."),
     "clean": ("tools.jobs:clean", "Free the memory that ended jobs hold on this node."),
     "list": ("tools.status:list_steps", "List the checkpoints in memory and in the directory."),

@@ -71,7 +71,7 @@ def rebuild(bench: Bench, yardsticks: Yardsticks, state: State, job: str, scheme
         if bench.comm.rank < losses:
             shutil.rmtree(bench.directory_of(job))
         bench.comm.Barrier()
-        with bench.checkpointer(job, redundancy=scheme) as ckpt:  # its exit waits until all parity is healed
+        with bench.checkpointer(job, redundancy=scheme) as ckpt:  # its exit waits until all parity is reprotected
             ckpt.restore(state)
             return {"rebuild": ckpt.report()["seconds"]["find and fetch"]}
 

@@ -53,7 +53,7 @@ def relaunched(bench: Bench, yardsticks: Yardsticks, state: State, work: Work, w
                 for file in bench.directory_of(job).glob("slot-*"):
                     file.unlink()
             bench.comm.Barrier()
-            with bench.checkpointer(job, redundancy="copy") as ckpt:  # its exit waits until all copies are healed
+            with bench.checkpointer(job, redundancy="copy") as ckpt:  # its exit waits until all copies are reprotected
                 bench.comm.Barrier()
                 start = time.perf_counter()
                 more = work(ckpt)

@@ -332,7 +332,7 @@ class Checkpointer:
         self._check_open()
         return self._drains.last if self._courier.call("scavenge") else None
 
-    def heal(self) -> int | None:
+    def reprotect(self) -> int | None:
         """Make the lost copies and parity of the newest checkpoint in memory again, without training.
 
         Collective over comm, which must have as many ranks as the job, on the nodes where the job will run.
@@ -342,7 +342,7 @@ class Checkpointer:
 
         Raises:
             WorldSizeChanged: comm has another number of ranks.
-            MemoryTooSmall, SaveFailed: healing failed; what was in memory is untouched.
+            MemoryTooSmall, SaveFailed: reprotecting failed; what was in memory is untouched.
         """
         self._check_open()
         step: int | None = self._courier.call("reprotect_newest")

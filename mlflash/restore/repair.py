@@ -50,12 +50,12 @@ def repair(context: CourierState, scrubber: Scrubber) -> None:
     attempts = world.gather(None if header is None else (header.attempt, header.world_size))
     if home is None or header is None or any(attempt != (header.attempt, world.size) for attempt in attempts):
         return  # on all ranks: there is no attempt that all of them hold
-    reach("mend.begun")
+    reach("repair.begun")
     damaged = scrubber.damaged
     for slot in (home, *_holding(context, header.attempt)):
         _restore_head(slot)
     blocks, is_whole = _repair_own(context, home, header.attempt)
-    reach("mend.repaired")
+    reach("repair.blocks")
     made = 0
     if world.all_of(is_whole):
         made = _reprotect(context, home, header.attempt)
@@ -64,7 +64,7 @@ def repair(context: CourierState, scrubber: Scrubber) -> None:
         if world.rank == 0:
             log.warning("step %d: the slots of ranks %s stay damaged because neither copies nor parity can "
                         "repair them; the next commit replaces them", header.step, is_lost)  # fmt: skip
-    reach("mend.done")
+    reach("repair.done")
     world.renew_deadline()
     whole = [slot for slot in damaged if slot.use is not Use.HOLDS or _is_whole(context, slot)]
     scrubber.forget(whole)
@@ -151,7 +151,7 @@ def _reprotect(context: CourierState, home: Slot, attempt: Attempt) -> int:
         if world.rank in (0, error.rank):
             log.warning("copies or parity could not be made again: %s", error)
         return 0
-    reach("mend.copied")
+    reach("repair.copied")
     new = [slot for slot in _holding(context, attempt) if not any(slot is other for other in before)]
     give_receipts(*new)
     for pair in pool.inbox.values():

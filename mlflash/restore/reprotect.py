@@ -78,16 +78,16 @@ def reprotect(context: CourierState, home: Slot) -> None:
         pool.drop_stale()
     lacking = protection.missing(pool, header.attempt)
     some_lack = world.any_of(lacking)
-    reach("heal.begun")
+    reach("reprotect.begun")
     if some_lack:
         protect_missing(context, home, lacking)
-        reach("heal.copied")
+        reach("reprotect.copied")
     kept = protection.kept(pool, header.attempt)
     give_receipts(home, *kept)
     shares = [slot for slot in pool.shares if slot.header is not None and slot.header.attempt == header.attempt]
     pool.keep_only([home, *shares, *kept])
     pool.drop_spare()
-    reach("heal.freed")
+    reach("reprotect.freed")
     # Make room for the next save.
     demand = [(slot, header.extents.nbytes) for slot in pool.own]
     demand += [(slot, share.header.extents.nbytes) for share in shares if share.header for slot in pool.shares]
@@ -95,7 +95,7 @@ def reprotect(context: CourierState, home: Slot) -> None:
         sizes = [copy.header.extents.nbytes for copy in kept if copy.header is not None and copy.header.rank == owner]
         demand += [(slot, nbytes) for nbytes in sizes for slot in pair]
     context.ensure_room(demand)
-    reach("heal.done")
+    reach("reprotect.done")
 
 
 def protect_missing(context: CourierState, home: Slot, lacking: bool) -> None:
@@ -103,7 +103,7 @@ def protect_missing(context: CourierState, home: Slot, lacking: bool) -> None:
     world, pool, protection = context.world, context.pool, context.protection
     header = home.header
     assert header is not None
-    context.recorder.counts["slots healed"] += lacking
+    context.recorder.counts["slots reprotected"] += lacking
     demand = protection.offer(pool, header.extents if lacking else None, again=True)
     context.ensure_room(demand, pairs=False)  # of each pair, the other slot may hold the last copy of the step before
     whole = protection.protect(pool, Source(home, header.extents, None, context.pace), header.attempt)

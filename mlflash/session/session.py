@@ -351,9 +351,9 @@ class Session:
         """Restore the redundancy of the restored step, which own slot ``own`` holds."""
         context, recorder, home = self.context, self.context.recorder, self.context.pool.own[own]
         start, step = time.perf_counter(), 0 if home.header is None else home.header.step
-        before = recorder.counts["slots healed"]
+        before = recorder.counts["slots reprotected"]
         reprotect_or_remember(context, home)
-        recorder.reprotected(step, time.perf_counter() - start, recorder.counts["slots healed"] > before)
+        recorder.reprotected(step, time.perf_counter() - start, recorder.counts["slots reprotected"] > before)
         recorder.holds(context.pool.nbytes)
 
     def mark(self, step: int, is_good: bool) -> int:

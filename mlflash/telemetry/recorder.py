@@ -308,8 +308,8 @@ class CourierRecorder(_Tally):
         self.events.add("unrestorable", why=text)
 
     def reprotected(self, step: int, seconds: float, made: bool) -> None:
-        self.seconds["heal"] += seconds
-        self.events.add("heal", step=step, seconds=seconds, made=made)
+        self.seconds["reprotect"] += seconds
+        self.events.add("reprotect", step=step, seconds=seconds, made=made)
 
     def damaged(self, file: str, kind: str, step: int, of: int, block: int | None, text: str) -> None:
         self.counts["files damaged"] += 1
@@ -318,9 +318,9 @@ class CourierRecorder(_Tally):
         log.warning("%s", text)
 
     def repaired(self, step: int, seconds: float, blocks: int, made: int, left: int) -> None:
-        self.seconds["mend"] += seconds
+        self.seconds["repair"] += seconds
         self.counts["files made again"] += made
-        self.events.add("mend", step=step, seconds=seconds, blocks=blocks, made=made, left=left)
+        self.events.add("repair", step=step, seconds=seconds, blocks=blocks, made=made, left=left)
 
     def drained(self, step: int, seconds: float, nbytes: int, path: str, error: MlflashError | None) -> None:
         self.counts["drained" if error is None else "drains failed"] += 1

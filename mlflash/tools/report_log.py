@@ -27,7 +27,7 @@ Seconds = Annotated[float, Meta(ge=0, lt=253_402_300_800)]  # before the year 10
 Rank = Annotated[int, Meta(ge=0, lt=10_000_000)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 EventKind = Literal[
-    "start", "save", "skip", "fail", "protect", "commit", "restore", "heal", "drain", "damage", "mend", "memory",
+    "start", "save", "skip", "fail", "protect", "commit", "restore", "reprotect", "drain", "damage", "repair", "memory",
     "warning", "end", "suspect", "certified", "unrestorable", "uncaught",
 ]  # fmt: skip
 _JOURNAL_KINDS = ("start", "end", "finish", "guard", "recovered", "host_back", "late")

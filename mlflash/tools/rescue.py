@@ -1,4 +1,4 @@
-"""The commands ``mlflash scavenge`` and ``mlflash heal``: without training, memory → the directory, or made whole."""
+"""The commands ``scavenge`` and ``reprotect``: without training, memory → the directory, or made whole."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> Non
 @job_option
 @memory_option
 @json_option
-def heal(directory: str | None, redundancy: str | None, job: str | None, memory: str, as_json: bool) -> None:
+def reprotect(directory: str | None, redundancy: str | None, job: str | None, memory: str, as_json: bool) -> None:
     """Make lost copies and parity of a dead job's newest checkpoint again, before you relaunch it.
 
     Start as many processes as the job had ranks, on the nodes where it will run:
 
     \b
-    srun -n 64 --ntasks-per-node=8 mlflash heal --directory /lustre/me/run42
+    srun -n 64 --ntasks-per-node=8 mlflash reprotect --directory /lustre/me/run42
     """
     given = settings(memory, job, directory)
 
@@ -120,7 +120,7 @@ def heal(directory: str | None, redundancy: str | None, job: str | None, memory:
                 f"{newest.world_size}). `mlflash scavenge` works with any number"
             )
         with _checkpointer(given, name, redundancy or newest.scheme) as checkpointer:
-            step, wanted = checkpointer.heal(), checkpointer.survives
+            step, wanted = checkpointer.reprotect(), checkpointer.survives
         nodes = look_around(world, given.memory, name)
         if world.rank:
             return FINE
@@ -130,7 +130,11 @@ def heal(directory: str | None, redundancy: str | None, job: str | None, memory:
         whole = made is not None and made.step == step
         document = {"job": name, "step": step, "scheme": newest.scheme, "wanted": wanted,
                     "survives": None if survives is None else str(survives)}  # fmt: skip
-        text = f"healed: {describe(made)}\nredundancy: {made.scheme}\n" if made is not None else "healed: nothing\n"
+        text = (
+            f"reprotected: {describe(made)}\nredundancy: {made.scheme}\n"
+            if made is not None
+            else "reprotected: nothing\n"
+        )
         text += f"survives the loss of: any process; {survives}"
         answer(as_json, document, text)
         return FINE if whole else WRONG

@@ -299,7 +299,7 @@ class Chaos:
         self.say(job, f"{what.kind}: rank {what.rank}, from step {before} to {at}{late} | commit {seconds:.1f} s after")
 
     def flip(self, what: Event) -> str:
-        """Flip one bit of one slot file; its node counts as broken until the next heal or commit."""
+        """Flip one bit of one slot file; its node counts as broken until the next reprotect or commit."""
         file_share, place, bit = what.spot
         files = self.cluster.slot_files()
         path = files[int(file_share * len(files))]

@@ -58,11 +58,11 @@ class Attacked:
         return max((record["step"] for record in self.of("committed")), default=None)
 
     def whole(self) -> int | None:
-        """The newest step that was in place on all nodes: committed, or restored and healed on all ranks."""
+        """The newest step that was in place on all nodes: committed, or restored and reprotected on all ranks."""
         if (step := self.committed()) is not None:
             return step
-        healed = len(self.of("healed")) == self.ranks
-        return self.of("restored")[0]["step"] if healed else None
+        reprotected = len(self.of("reprotected")) == self.ranks
+        return self.of("restored")[0]["step"] if reprotected else None
 
     def log(self) -> str:
         return (self.out / "log").read_text()

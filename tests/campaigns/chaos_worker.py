@@ -73,7 +73,7 @@ def run(every: int, timeout_s: float, pace_s: float, redundancy: str) -> None:
     with ckpt:
         note("restored", step=start, of_step=training.step, wrong=training.wrong)
         pending: list[mlflash.Snapshot] = []
-        healed, last = start is None, False
+        reprotected, last = start is None, False
         while not last:
             training.become(training.step + 1)
             saves = training.step % every == 0
@@ -85,9 +85,9 @@ def run(every: int, timeout_s: float, pace_s: float, redundancy: str) -> None:
             if saves:
                 pending.append(ckpt.save(training.step, state))
             pending = note_ended(pending)
-            if not healed and "heal" in ckpt.report()["seconds"]:
-                healed = True
-                note("healed")
+            if not reprotected and "reprotect" in ckpt.report()["seconds"]:
+                reprotected = True
+                note("reprotected")
             take(pace_s)
         ckpt.wait()
         note_ended(pending)

@@ -52,7 +52,7 @@ ROWS = {
     "one replica of three: any bit": "named",
     "gradient of one rank in a replayed step: any bit": "named",
     "a bit on the wire": "refused",
-    "a bit in a slot or a copy at rest": "mended",
+    "a bit in a slot or a copy at rest": "repaired",
     "a bit in a drained file": "passed over",
     "weight or moment of one shard: any other bit": "",
 }

@@ -47,7 +47,7 @@ def slot_files(nodes: Nodes, host: str) -> int:
 
 
 @pytest.mark.parametrize(("transport", "netmod"), WAYS)
-def test_any_of_three_nodes_may_be_lost_and_after_the_heal_any_other_too(
+def test_any_of_three_nodes_may_be_lost_and_after_the_reprotection_any_other_too(
     nodes: Nodes, transport: str, netmod: str
 ) -> None:
     cluster = Cluster(nodes, transport, netmod)
@@ -56,7 +56,7 @@ def test_any_of_three_nodes_may_be_lost_and_after_the_heal_any_other_too(
         nodes.crash(lost)
         nodes.boot(lost)
         before = nodes.sent_nbytes(partner)
-        # No save between two losses: it is the heal that makes the copies again.
+        # No save between two losses: it is the reprotection that makes the copies again.
         result = cluster.run(THREE, last=3)
         assert_restored(result, THREE, 3)
         assert sources(result) == [partner if host == lost else host for host in THREE]

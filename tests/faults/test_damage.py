@@ -54,10 +54,10 @@ def test_a_damaged_slot_is_replaced_by_its_copy_and_a_damaged_copy_is_made_again
     assert [r["report"]["counts"].get("slots fetched", 0) for r in result.of("restored")] == [0, 1]
     result = cluster.train(2, last=0)
     assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(step, [])] * 2, result.log
-    # A copy goes bad: the heal makes it again, saving goes on, and the node of its owner may be lost.
+    # A copy goes bad: the reprotection makes it again, saving goes on, and the node of its owner may be lost.
     damage(cluster, 1, step, [0], place, bit=4)
     result = cluster.train(2, last=0)
-    assert [r["report"]["counts"].get("slots healed", 0) for r in result.of("end")] == [0, 1], result.log
+    assert [r["report"]["counts"].get("slots reprotected", 0) for r in result.of("end")] == [0, 1], result.log
     cluster.wipe(1)
     result = cluster.train(2, last=step + 3)
     assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(step, [])] * 2, result.log

@@ -4,7 +4,7 @@ A chain: launch k restores, and compares step and bits with what has to be there
 goes on to its own point, and is killed there. Real processes, of which those that no kill hits outlive their launch and
 may meet the next one. Where a kill leaves something else, memory and directory are cleared, and the chain goes on.
 
-`saves`, `restores`, `mends`, `drains` and `closes` say what each launch does, who dies at which point, and which step
+`saves`, `restores`, `repairs`, `drains` and `closes` say what each launch does, who dies at which point, and which step
 has to come back. Other deaths at these points are in test_deaths.py; tests/simulation has all schemes and transports.
 """
 
@@ -100,22 +100,22 @@ def saves(scheme: str) -> list[Kill]:
 
 
 def restores(scheme: str) -> list[Kill]:
-    """Kills in a restore and its heal, after a node was lost: what is killed before the heal has its memory."""
+    """Kills in a restore and its reprotection, after a node was lost: what is killed before has its memory."""
     early = ["listed", "verified", "adopted", "fetched" if scheme == "copy" else "rebuilt", "gathered", "loading",
              "loaded"]  # fmt: skip
     kills = [Kill(f"restore.{point}", "rank", SAME, rank=number % 2) for number, point in enumerate(early)]
     kills += [Kill("parity.arrived", "rank", SAME)] if scheme != "copy" else []
-    kills += [Kill("heal.begun", "rank", SAME)]
-    kills += [Kill(f"heal.{point}", "wipe", SAME, rank=0) for point in ("copied", "freed", "done")]
+    kills += [Kill("reprotect.begun", "rank", SAME)]
+    kills += [Kill(f"reprotect.{point}", "wipe", SAME, rank=0) for point in ("copied", "freed", "done")]
     return [*kills, Kill("restore.resharded", "rank", SAME, rank=0, ranks=3 if scheme == "copy" else 2)]
 
 
-def mends(scheme: str) -> list[Kill]:
-    """Kills while damage at rest is mended, before a second save."""
+def repairs(scheme: str) -> list[Kill]:
+    """Kills while damage at rest is repaired, before a second save."""
     own, other = ("damage", "own", 1, 1), ("damage", "copy", 0, 1) if scheme == "copy" else ("damage", "parity", 1, 1)
 
     def kill(point: str, rank: int, damage: tuple[Any, ...]) -> Kill:
-        return Kill(f"mend.{point}", "wipe", OLD, rank, verbs=(*SAVE, damage, *SAVE))
+        return Kill(f"repair.{point}", "wipe", OLD, rank, verbs=(*SAVE, damage, *SAVE))
 
     return [kill("begun", 1, own), kill("repaired", 0, own), kill("copied", 1, other), kill("done", 1, other)]
 
@@ -338,7 +338,7 @@ CHAINS = {
     for scheme in RANKS
     for name, kills in {
         "saves and restores": by_turns(saves(scheme), restores(scheme)),
-        "mends and drains": [*mends(scheme), *closes(), *drains(scheme)],
+        "repairs and drains": [*repairs(scheme), *closes(), *drains(scheme)],
     }.items()
 }
 LAZY = [Kill("lazy.piece", dies, OLD, before=("commit.released",), verbs=SAVE * 2) for dies in ("wipe", "trainer")]

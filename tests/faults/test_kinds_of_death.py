@@ -19,7 +19,7 @@ from harness import Cluster, Result, train_and_die
 
 SMALL = {"MLFLASH_TEST_BLOCK_NBYTES": "16384"}  # so that there is a middle of a transfer
 THIRD = ("commit.seen", "commit.seen")  # before the third save
-HEALED = ("heal.done",)
+HEALED = ("reprotect.done",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +78,12 @@ CASES = [
     Case("restore", ("restore.loading",), "trainer", 0, (2, 1), "rma", "alike", {3}, {"more": 0}, left=True),
     Case("restore of a lost node", ("parity.arrived",), "rank", 0, (3, 1), "p2p", "xor:3", {3}, {"more": 0}, left=True,
          lost=(0,)),
-    Case("heal of a lost node", ("heal.begun", "parity.sent"), "courier", 1, (4, 1), "p2p", "rs:2+2", {6}, {"last": 6},
-         left=True, lost=(0,)),
+    Case("reprotect of a lost node", ("reprotect.begun", "parity.sent"), "courier", 1, (4, 1), "p2p", "rs:2+2", {6},
+         {"last": 6}, left=True, lost=(0,)),
     # Own slot and copy of a rank are on two other nodes than before.
     Case("restore of moved ranks", ("restore.fetched",), "wipe", 1, (4, 1), "p2p", "copy", {3}, {"more": 0}, left=True,
          moved=(0, 1)),
-    Case("heal of moved ranks", ("heal.begun", "transfer.received"), "node", -1, (4, 1), "rma", "copy", {3},
+    Case("reprotect of moved ranks", ("reprotect.begun", "transfer.received"), "node", -1, (4, 1), "rma", "copy", {3},
          {"more": 0}, left=True, moved=(0, 1)),
 ]  # fmt: skip
 

@@ -16,12 +16,12 @@ from mlflash.memory.slot import COMMIT_START, HEADER_NBYTES, RECORD_NBYTES, unpa
 TRANSPORTS = ("p2p", "rma")
 
 
-def test_any_single_node_may_be_lost_and_after_the_heal_any_other_too(shm: Path) -> None:
+def test_any_single_node_may_be_lost_and_after_the_reprotection_any_other_too(shm: Path) -> None:
     cluster = Cluster(shm, ranks_per_node=2, transport="rma")
     train_and_die(cluster, 4, step=3)
     for lost in (0, 1):
         cluster.wipe(lost)
-        # No save between two losses: it is the heal that makes the copies again. One save after the last.
+        # No save between two losses: it is the reprotection that makes the copies again. One save after the last.
         result = cluster.train(4, last=3 + lost)
         assert_restored(result, 4, 3)
         fetched = [r["report"]["counts"].get("slots fetched", 0) for r in result.of("restored")]
@@ -147,7 +147,7 @@ def test_another_world_size_without_a_state_is_refused_by_name(shm: Path) -> Non
     assert_restored(cluster.train(2, last=2), 2, 2)  # and nothing was lost by trying
 
 
-def test_before_the_heal_no_save_overwrites_what_alone_covers_a_lost_node(shm: Path) -> None:
+def test_before_the_reprotection_no_save_overwrites_what_alone_covers_a_lost_node(shm: Path) -> None:
     cluster = Cluster(shm)
     train_and_die(cluster, 4, step=3)
     for path in cluster.slot_files():  # as if they had died before all copies of step 3 were there, one of them not
@@ -159,7 +159,7 @@ def test_before_the_heal_no_save_overwrites_what_alone_covers_a_lost_node(shm: P
             if (header.step, header.rank) == (3, 0) and "node2" in path.parts:
                 file.seek(0)
                 file.write(bytes(HEADER_NBYTES))
-    traps = [{"path": ["heal.begun"], "action": "wait", "rank": rank} for rank in range(4)]
+    traps = [{"path": ["reprotect.begun"], "action": "wait", "rank": rank} for rank in range(4)]
     job = cluster.start(4, "support/worker.py", json.dumps({"more": 1, "traps": traps}))
     assert {r["step"] for r in job.wait_for("restored", 4)} == {3}
     job.wait_for("saving", 4)  # and the save of step 4 would be staged now

@@ -43,7 +43,7 @@ def test_memory_full_at_the_start_costs_the_saves_and_not_the_training(
     filler = fill(memory, leave=MIB)
     cluster = Cluster(memory, out=tmp_path)
     # A trap that nobody reaches: no prepare, so that it is the saves that find no room.
-    traps = [{"path": ["heal.copied"], "action": "rank"}]
+    traps = [{"path": ["reprotect.copied"], "action": "rank"}]
     job = cluster.start(2, "support/worker.py", spec(last=3, pause=0.1, busy_until="enough", traps=traps))
     job.wait_for("failed", 4)
     filler.unlink()
@@ -125,7 +125,7 @@ def test_a_job_killed_when_memory_ran_out_while_slots_grew_restores_the_step_bef
     assert outcomes(result) == {3: "committed"}
 
 
-def test_a_heal_that_finds_no_room_is_tried_again_by_later_saves(
+def test_a_reprotection_that_finds_no_room_is_tried_again_by_later_saves(
     small_memory: Callable[[int], Path], tmp_path: Path
 ) -> None:
     memory = small_memory(200 * MIB)
@@ -154,7 +154,7 @@ def test_a_memory_limit_of_a_cgroup_is_refused_before_the_kernel_kills(
     group = small_cgroup(600 * MIB)
     cluster = Cluster(shm, out=tmp_path)
     into = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
-    traps = [{"path": ["heal.copied"], "action": "rank"}]
+    traps = [{"path": ["reprotect.copied"], "action": "rank"}]
     job = cluster.start(2, "support/worker.py", spec(last=2, nbytes=100 * MIB, traps=traps), before=into)
     result = job.wait()
     assert result.returncode == 0, result.log  # past the limit it would be 9
@@ -169,7 +169,7 @@ def test_memory_taken_by_a_dead_job_is_named(small_memory: Callable[[int], Path]
     memory = small_memory(200 * MIB)
     dead = Cluster(memory, job="yesterday", out=tmp_path)
     dead.run(2, "support/worker.py", json.dumps({"last": 2, "die_at": 2, "die": "all", "nbytes": 10 * MIB}))
-    traps = [{"path": ["heal.copied"], "action": "rank"}]
+    traps = [{"path": ["reprotect.copied"], "action": "rank"}]
     told = spec(last=1, nbytes=30 * MIB, traps=traps)
     result = Cluster(memory, job="today", out=tmp_path).run(2, "support/worker.py", told)
     assert "`mlflash clean JOB` frees those of a dead one" in result.log, result.log

@@ -1,4 +1,4 @@
-"""`mlflash scavenge`, `heal`, `drain` and the looking commands on what real jobs have left, or while they run."""
+"""`mlflash scavenge`, `reprotect`, `drain` and the looking commands on what real jobs have left, or while they run."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_where_too_much_is_lost_nothing_is_drained_and_that_is_said(shm: Path, d
     assert not directory.exists()
     found = document(cluster, "status", ranks=1, code=1)
     assert (found["newest"], found["well"], found["attempts"][0]["missing_ranks"]) == (None, False, [2, 3])
-    assert "memory has nothing that can be restored" in command(cluster, "heal", ranks=1, code=1)
+    assert "memory has nothing that can be restored" in command(cluster, "reprotect", ranks=1, code=1)
     wipe_all(cluster)
     command(cluster, "scavenge", directory, ranks=1, code=1)
 
@@ -129,14 +129,14 @@ def test_a_slot_that_is_damaged_is_not_drained(shm: Path, directory: Path) -> No
     assert [len(node["damaged"]) for node in document(cluster, "verify", ranks=2, code=1)["memory"]] == [2, 2]
 
 
-def test_after_a_heal_any_other_node_may_be_lost(shm: Path) -> None:
+def test_after_a_reprotection_any_other_node_may_be_lost(shm: Path) -> None:
     cluster = Cluster(shm)
     spec = {"alike": True, "options": {"redundancy": "xor:3"}}
     train_and_die(cluster, 3, 3, **spec)
     assert document(cluster, "status", ranks=3)["survives"]["fatal"] == []
     cluster.wipe(0)
     assert document(cluster, "status", ranks=3)["survives"]["fatal"] != []
-    found = document(cluster, "heal", ranks=3)
+    found = document(cluster, "reprotect", ranks=3)
     assert (found["step"], found["scheme"]) == (3, "xor:3")
     assert found["survives"].startswith("any 1 of 3 nodes"), found
     assert document(cluster, "status", ranks=3)["survives"]["fatal"] == []
@@ -145,13 +145,13 @@ def test_after_a_heal_any_other_node_may_be_lost(shm: Path) -> None:
     assert_restored(cluster.train(3, last=4, **spec), 3, 3)
 
 
-def test_a_heal_by_another_number_of_processes_says_how_many_it_takes(shm: Path) -> None:
+def test_a_reprotection_by_another_number_of_processes_says_how_many_it_takes(shm: Path) -> None:
     cluster = Cluster(shm, ranks_per_node=2)
     train_and_die(cluster, 4, 2)
     cluster.wipe(1)
-    text = command(cluster, "heal", ranks=2, per_node=1, code=2)
+    text = command(cluster, "reprotect", ranks=2, per_node=1, code=2)
     assert "step 2 was saved by 4 ranks, and you started 2" in text and "mpiexec -n 4" in text
-    document(cluster, "heal", ranks=4, per_node=2)
+    document(cluster, "reprotect", ranks=4, per_node=2)
 
 
 def test_a_job_that_is_alive_is_looked_at_asked_and_not_scavenged(shm: Path, directory: Path) -> None:

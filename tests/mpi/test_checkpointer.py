@@ -96,7 +96,7 @@ def test_a_restore_that_finds_nothing_prepares_and_one_that_finds_something_make
     for start in (None, 1):
         with Checkpointer(**options) as ckpt:
             assert ckpt.restore(state_at(0)) == start
-            ckpt.steps()  # behind the heal
+            ckpt.steps()  # behind the reprotection
             assert [slot["nbytes"] > 1_600_000 for slot in ckpt.report()["slots"]] == [True] * count
             files = {slot["file"] for slot in ckpt.report()["slots"]}
             ckpt.save((start or 0) + 1, state_at(1)).wait()

@@ -69,14 +69,14 @@ def test_each_verb_has_its_line_and_a_relaunch_appends(options: dict[str, Any], 
 
     with Checkpointer(directory, log=path, **options) as ckpt:
         assert ckpt.restore(state_at(0)) == 2
-        ckpt.steps()  # behind the heal
+        ckpt.steps()  # behind the reprotection
     again = own_events(path)
     assert again[: len(events)] == events
     (restore,) = of(again, "restore")
     assert (restore["step"], restore["source"], restore["from"]) == (2, "memory", f"node{RANK}")
     assert restore["seconds"] > 0 and restore["nbytes"] > 800_000
-    (heal,) = of(again, "heal")
-    assert heal["step"] == 2 and not heal["made"]
+    (reprotect,) = of(again, "reprotect")
+    assert reprotect["step"] == 2 and not reprotect["made"]
     assert len({line["run"] for line in again}) == 2
     assert len(set(MPI.COMM_WORLD.allgather(again[-1]["run"]))) == 1, "all ranks name a launch alike"
 

@@ -46,7 +46,7 @@ def test_no_rank_waits_for_another_and_memory_stays_as_it_is(
             assert idle.restore(state) is None and idle.load() == (None, None) and idle.steps() == []
             for step in (1, 5, 2):
                 assert idle.save(step, state).wait().skipped
-            assert idle.drain().wait().done and idle.scavenge() is None and idle.heal() is None
+            assert idle.drain().wait().done and idle.scavenge() is None and idle.reprotect() is None
             idle.prepare(state), idle.wait(), idle.wait_drained()
             assert idle.report()["rank"] == comm.rank and (state["a"] == -1.0).all()
     assert set(threading.enumerate()) <= threads

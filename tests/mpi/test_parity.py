@@ -270,7 +270,7 @@ def fails_if_changed(options: dict[str, Any], hold_at: Callable[[str], Hold]) ->
     """Save step 2 while rank 1 changes what it sends."""
     with Checkpointer(**options) as ckpt:
         assert ckpt.load()[0] == 1
-        ckpt.steps()  # behind the heal
+        ckpt.steps()  # behind the reprotection
         changed = hold_at("changed") if RANK == 1 else None
         with pytest.raises(SaveFailed, match="its copies or parity did not arrive whole"):
             ckpt.save(2, state_at(2)).wait()

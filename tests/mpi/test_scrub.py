@@ -1,4 +1,4 @@
-"""At rest: what is damaged while a job runs is said, mended before the next save, and restored bit for bit."""
+"""At rest: what is damaged while a job runs is said, repaired before the next save, and restored bit for bit."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def saved(options: dict[str, Any], nodes: Nodes, hold_at: Callable[[str], Hold],
     return {name: COMM.allreduce(mine.get(name, 0)) for name in COUNTED}, whole
 
 
-def test_slot_and_copy_that_are_damaged_in_different_blocks_are_both_mended(
+def test_slot_and_copy_that_are_damaged_in_different_blocks_are_both_repaired(
     options: dict[str, Any], nodes: Nodes, hold_at: Callable[[str], Hold]
 ) -> None:
     options |= {"redundancy": "copy", "strict": True}
@@ -162,7 +162,7 @@ def test_slot_and_copy_that_are_damaged_in_the_same_block_are_left_as_they_are_a
 
 
 @pytest.mark.skipif(SIZE != 4, reason="runs on 4 ranks")
-def test_slots_and_parity_of_all_members_damaged_at_once_are_mended_where_no_stripe_lost_too_many(
+def test_slots_and_parity_of_all_members_damaged_at_once_are_repaired_where_no_stripe_lost_too_many(
     options: dict[str, Any], nodes: Nodes, hold_at: Callable[[str], Hold]
 ) -> None:
     options |= {"redundancy": SCHEME, "strict": True}
@@ -195,7 +195,9 @@ def test_without_redundancy_or_where_a_share_is_damaged_it_is_said_and_left(
         nodes.on_rank_0(lambda: [shutil.rmtree(path) for path in root.glob("node*/mlflash-*")])
 
 
-def test_the_event_log_has_each_finding_and_what_was_mended(options: dict[str, Any], nodes: Nodes, root: Path) -> None:
+def test_the_event_log_has_each_finding_and_what_was_repaired(
+    options: dict[str, Any], nodes: Nodes, root: Path
+) -> None:
     log = root / "events.jsonl"
     options |= {"redundancy": SCHEME, "strict": True, "log": str(log)}
     with Checkpointer(**options) as ckpt:
@@ -209,6 +211,6 @@ def test_the_event_log_has_each_finding_and_what_was_mended(options: dict[str, A
     (damage,) = (line for line in lines if line["event"] == "damage")
     wanted = {"file": path.name, "kind": "own", "step": 1, "of": 1, "block": 0, "rank": 1}
     assert {name: damage[name] for name in wanted} == wanted
-    (mend,) = (line for line in lines if line["event"] == "mend")
+    (repair,) = (line for line in lines if line["event"] == "repair")
     wanted = {"step": 1, "blocks": 2, "made": 0, "left": 0, "rank": 1}
-    assert {name: mend[name] for name in wanted} == wanted and mend["seconds"] >= 0
+    assert {name: repair[name] for name in wanted} == wanted and repair["seconds"] >= 0

@@ -82,7 +82,7 @@ def restored(options: dict[str, Any], **more: Any) -> tuple[int | None, list[dic
             assert len(set(COMM.allgather(str(error)))) == 1 and "no slot and no copy" in error.reasons[2]
         right = step in (None, -1) or same(state, step)
         ckpt.wait()
-        ckpt.steps()  # the heal is done
+        ckpt.steps()  # the reprotection is done
         told = COMM.allgather((right, ckpt.report()))
     assert all(right for right, _ in told), "bits differ"
     return step, [report for _, report in told]
@@ -136,7 +136,7 @@ def test_bits_come_back_from_what_any_node_is_left(options: dict[str, Any], node
     report = save(options, 1, 2)
     assert report["slots"][2]["nbytes"] > 0 and report["slots"][0]["nbytes"] < 100_000
     assert restored(options)[0] == 2
-    for lost in range(SIZE // per_node):  # no save between the losses: the heal has made each node whole
+    for lost in range(SIZE // per_node):  # no save between the losses: the reprotection has made each node whole
         nodes.lose(lost)
         step, reports = restored(options)
         assert step == 2

@@ -55,7 +55,7 @@ def test_a_slot_is_not_written_as_long_as_anybody_has_a_view_of_it(settings: dic
         ckpt.save(1, state_of(1)).wait()
         step, views = ckpt.load(copy=False)
         assert step == 1
-        ckpt.steps()  # comes after the heal, which may keep slots to itself for a moment
+        ckpt.steps()  # comes after the reprotection, which may keep slots to itself for a moment
         assert ckpt.save(2, state_of(2)).wait().committed
         kept = views["own"][3:]
         tail = views["shared"][-5:]

@@ -131,7 +131,7 @@ def test_what_only_looks_changes_nothing_and_makes_nothing(shm: Path, tmp_path: 
 
 
 def test_where_there_is_nothing_the_exit_code_says_so(shm: Path) -> None:
-    for arguments in (["status"], ["list"], ["verify"], ["inspect", "1"], ["drain"], ["heal"]):
+    for arguments in (["status"], ["list"], ["verify"], ["inspect", "1"], ["drain"], ["reprotect"]):
         assert "nothing of this user is in" in run(shm, *arguments, code=1).output
         assert "nothing of this user" in document(shm, *arguments, code=1)["error"] if arguments != ["drain"] else True
     run(shm, "scavenge", shm / "directory", code=1)
@@ -412,7 +412,7 @@ def test_a_live_job_is_seen_asked_and_spared(shm: Path) -> None:
 
 
 @pytest.mark.gate
-def test_scavenge_and_heal_of_one_process(shm: Path, tmp_path: Path) -> None:
+def test_scavenge_and_reprotect_of_one_process(shm: Path, tmp_path: Path) -> None:
     save(shm, 4, job=None, directory=tmp_path / "d")
     name = document(shm, "status")["job"]
     script = Path(sys.executable).with_name("mlflash")
@@ -427,7 +427,7 @@ def test_scavenge_and_heal_of_one_process(shm: Path, tmp_path: Path) -> None:
     said = pulse.read_bytes()
     assert call("export", "newest", tmp_path / "out", "--to", "safetensors")["step"] == 4
     assert call("scavenge", tmp_path / "d")["drained"] == 4
-    assert call("heal", "-d", tmp_path / "d")["step"] == 4
+    assert call("reprotect", "-d", tmp_path / "d")["step"] == 4
     assert pulse.read_bytes() == said, "`mlflash top` shows what the job said last"
     run(shm, "clean", name)
     with mlflash.Checkpointer(tmp_path / "d", memory=str(shm), redundancy="none") as ckpt:

@@ -10,9 +10,9 @@ from random import Random
 LEAST_NODES = {"copy": 2, "copy:2": 3, "xor:3": 3, "rs:2+1": 3, "rs:2+2": 4}
 _SCHEMES = ["copy", "copy", "copy:2", "xor:3", "xor:3", "rs:2+1", "rs:2+2"]
 LAYOUTS = [(2, 1), (2, 1), (2, 1), (3, 1), (3, 1), (4, 1), (4, 2)]  # ranks, and ranks per node
-_POINTS_OF = {"drain": "drain", "lazy": "lazy", "mend": "mend", "common": "share", "grow": "room"}
-_MADE_AGAIN = {"restore.rebuilt", "restore.fetched", "heal.copied"}
-_SPECIAL = ("drain", "lazy", "elastic", "values", "mend", "grow", "common", "zeros", "kept")
+_POINTS_OF = {"drain": "drain", "lazy": "lazy", "repair": "repair", "common": "share", "grow": "room"}
+_MADE_AGAIN = {"restore.rebuilt", "restore.fetched", "reprotect.copied"}
+_SPECIAL = ("drain", "lazy", "elastic", "values", "repair", "grow", "common", "zeros", "kept")
 
 
 @dataclasses.dataclass
@@ -129,13 +129,13 @@ def draw_setting(random: Random, fixed: dict[str, object]) -> Setting:
 
 def draw_plan(random: Random, setting: Setting, points: Iterable[str], saves: int, is_first: bool, is_lost: bool
               ) -> Plan:  # fmt: skip
-    """Draw the faults of a launch: most deaths come inside of saves, restores and heals, many of them at crash points.
+    """Draw the faults of a launch: most deaths come inside of saves, restores and reprotections, many at crash points.
 
     Args:
         points: all crash points.
         saves: so many will follow.
         is_first: whether memory is empty: then nothing can be lost before the first commit.
-        is_lost: whether something was lost that this launch must rebuild, fetch or heal.
+        is_lost: whether something was lost that this launch must rebuild, fetch or reprotect.
     """
     dies = random.choices(["none", "rank", "node", "all", "courier"], [18, 30, 24, 14, 14])[0]
     plan = Plan(dies, random.randrange(setting.ranks), others=random.choice([0, 3, 30, 300, 3000]),
@@ -163,7 +163,7 @@ def _reached(points: Iterable[str], setting: Setting, phase: str, is_lost: bool)
     if phase == "saving":
         kinds = {"stage", "protect", "commit", moves} | {_POINTS_OF.get(one, "") for one in setting.special}
         return [point for point in points if point.partition(".")[0] in kinds]
-    kinds = {"restore", "heal"} | ({moves, "transfer"} if is_lost else set())
+    kinds = {"restore", "reprotect"} | ({moves, "transfer"} if is_lost else set())
     left_out = set() if is_lost else _MADE_AGAIN
     left_out = left_out if "elastic" in setting.special else left_out | {"restore.resharded"}
     return [point for point in points if point.partition(".")[0] in kinds and point not in left_out]

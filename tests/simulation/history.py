@@ -217,8 +217,8 @@ class History:
         self.reached[point] += 1
         self._worked_at = self.kernel.now
         if self.kernel.current is not None:
-            if point == "heal.done":
-                self.oracle.healed(self.launch, self.kernel.current.process.rank)
+            if point == "reprotect.done":
+                self.oracle.reprotected(self.launch, self.kernel.current.process.rank)
             elif point == "restore.adopted":
                 self.oracle.adopted()
             self.kernel.point(point)

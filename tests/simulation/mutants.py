@@ -169,11 +169,11 @@ MUTANTS = [
     ),
     # Heal
     Mutant(
-        "heal-makes-nothing", "missing copies and parity are not made again", "restore/reprotect.py",
+        "reprotect-makes-nothing", "missing copies and parity are not made again", "restore/reprotect.py",
         "        protect_missing(context, home, lacking)\n        reach(", "        reach(",
     ),
     Mutant(
-        "heal-not-agreed", "only ranks whose copies are missing heal", "restore/reprotect.py",
+        "reprotect-not-agreed", "only ranks whose copies are missing reprotect", "restore/reprotect.py",
         "    some_lack = world.any_of(lacking)\n", "    some_lack = lacking\n",
     ),
     Mutant(
@@ -193,7 +193,7 @@ MUTANTS = [
         "    save.is_suspect = not not_suspect\n", "    save.is_suspect = bool(findings)\n",
     ),
     Mutant(
-        "mend-not-agreed", "only the rank that has damage repairs first", "commit.py",
+        "repair-not-agreed", "only the rank that has damage repairs first", "commit.py",
         "    if agreed.damaged and not save.is_restored:\n", "    if context.damaged and not save.is_restored:\n",
     ),
     Mutant(

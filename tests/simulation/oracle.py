@@ -51,7 +51,7 @@ class Oracle:
         self.ranks_of: dict[int, int] = {}
         # The layouts that the newest may have: a restore on other ranks commits it in a new one.
         self._layouts = {(history.setting.ranks, history.setting.per_node)}
-        self._healed: set[tuple[int, int]] = set()
+        self._reprotected: set[tuple[int, int]] = set()
         self._has_receipts = False  # of the newest, on each node
         self._may_be_known = False  # whether memory may know of a step that no rank saw committed
 
@@ -66,9 +66,9 @@ class Oracle:
         """Note that a rank has taken over a slot in a restore, though the restore may not end."""
         self._may_be_known = True
 
-    def healed(self, launch: Launch, rank: int) -> None:
-        """Note that a rank has seen the heal end."""
-        self._healed.add((launch.number, rank))
+    def reprotected(self, launch: Launch, rank: int) -> None:
+        """Note that a rank has seen the reprotection end."""
+        self._reprotected.add((launch.number, rank))
 
     def judge(self, launch: Launch, why: str) -> None:
         """Judge a launch that is over; ``why`` says why it never ended by itself."""
@@ -86,15 +86,15 @@ class Oracle:
 
     def settle(self, launch: Launch) -> None:
         """Forget what was lost if it was made again while the job ran."""
-        is_healed = all((launch.number, rank) in self._healed for rank in range(self._history.setting.ranks))
-        if is_healed or any(snapshot.committed for *_, snapshot in launch.snapshots[launch.loss_at :]):
+        is_reprotected = all((launch.number, rank) in self._reprotected for rank in range(self._history.setting.ranks))
+        if is_reprotected or any(snapshot.committed for *_, snapshot in launch.snapshots[launch.loss_at :]):
             self.lost.clear()
 
     def lose(self, launch: Launch, node: int) -> None:
         """Note that the memory of a node is lost while the job runs."""
         self.settle(launch)
         self.lost.add(node)
-        self._healed.clear()
+        self._reprotected.clear()
         launch.loss_at = len(launch.snapshots)
 
     def _of_what_came_back(self, launch: Launch) -> list[str]:
@@ -186,7 +186,7 @@ class Oracle:
         self.marked |= {*marked}
         self._may_be_known |= bool(restored - {None} or launch.marks)
         committed = {(number, step) for _, number, step, snapshot in launch.snapshots if snapshot.committed}
-        is_healed = all((launch.number, rank) in self._healed for rank in range(history.setting.ranks))
+        is_reprotected = all((launch.number, rank) in self._reprotected for rank in range(history.setting.ranks))
         outcomes["unrestorable"] += bool(launch.of("unrestorable"))
         outcomes["failed save"] += len(launch.of("failed"))
         outcomes["marked"] += len(marked)
@@ -196,14 +196,14 @@ class Oracle:
         is_resharded = bool(restored - {None}) and layout not in self._layouts and has_room
         if is_resharded:
             self.lost.clear()
-        if is_healed or committed or is_resharded:
+        if is_reprotected or committed or is_resharded:
             self._layouts = {layout}
         self._layouts.add(layout)
         if len(restored) == 1:
             (pair,) = restored
             outcomes["restored nothing" if pair is None else "restored"] += 1
             is_certified = bool(launch.of("restored certified"))  # and not the newest one, as none is certified
-            if pair is not None and (is_healed or is_certified):
+            if pair is not None and (is_reprotected or is_certified):
                 self.newest = pair if is_certified else max(self.newest or pair, pair)
             if pair is not None and is_certified and self.drained is not None:
                 self.drained = min(self.drained, pair)  # what was gone back to may have become the last commit

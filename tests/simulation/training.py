@@ -61,7 +61,7 @@ class Training:
         for step in range(first, first + self._launch.saves):
             state = self._advance(state, step)
             self._save(state, step)
-            if "mend" in self._special:
+            if "repair" in self._special:
                 self._rest(step)
             if step in self._launch.marks:
                 self._note("marking", step=step)
@@ -90,7 +90,7 @@ class Training:
         return dict(
             job="j", memory=str(self._history.memory), redundancy=setting.scheme, transport=setting.transport,
             timeout_s=TIMEOUT_S,
-            scrub_rate=20e6 if "mend" in self._special else 0, when_busy=setting.when_busy,
+            scrub_rate=20e6 if "repair" in self._special else 0, when_busy=setting.when_busy,
             replicated=True if self._special & {"common", "elastic"} else None, **more,
         )  # fmt: skip
 

@@ -76,7 +76,7 @@ class Job:
                 place = (places or {}).get(rank, "")
                 say("restore", now, rank, step=from_step, seconds=0.6 * ready_s, nbytes=self.nbytes, source=source,
                     **{"from": place or ("" if source != "memory" else ranks[rank])})  # fmt: skip
-                say("heal", now + 1.0, rank, step=from_step, seconds=1.0)
+                say("reprotect", now + 1.0, rank, step=from_step, seconds=1.0)
         last = max(dies.values(), default=float("inf"))
         for step in range((from_step or 0) + self.every, until + 1, self.every):
             now += self.every * self.step_s

@@ -37,7 +37,7 @@ with mlflash.Checkpointer("/nowhere/run", redundancy="no such scheme", strict=Tr
     ckpt.prepare(object()), ckpt.wait(), ckpt.wait_drained(0), ckpt.mark_bad(3), ckpt.adapting.loaded_elsewhere()
     drain = ckpt.drain()
     assert drain.wait(0) is drain and drain.done and drain.error is None and drain.path == "" and drain.nbytes == 0
-    assert ckpt.scavenge() is ckpt.heal() is None and ckpt.survives == "nothing: mlflash is off"
+    assert ckpt.scavenge() is ckpt.reprotect() is None and ckpt.survives == "nothing: mlflash is off"
     assert ckpt.last_step is None and ckpt.timeout_s == 300.0 and not ckpt.report()["enabled"]
 assert ckpt.close() is None and ckpt.save(9, state).done and (state["weights"] == np.arange(4.0)).all()
 assert not {"mpi4py.MPI", "mpi4py", "torch", "h5py"} & sys.modules.keys(), sorted(sys.modules)

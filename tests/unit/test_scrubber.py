@@ -138,7 +138,7 @@ def test_damage_of_each_kind_of_file_is_found_and_said_once(rank: Rank, kind: st
     (text,) = rank.texts
     assert text.startswith(f"{slot.name} on n1 is damaged: ") and f"of rank {of} at step 10" in text
     assert scrubber.damaged == [slot]
-    slot.view[at] ^= 4  # mended
+    slot.view[at] ^= 4  # repaired
     scrubber.forget([slot])
     rank.pass_time(scrubber, 3)
     assert len(rank.said) == 1 and scrubber.damaged == []

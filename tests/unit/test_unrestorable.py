@@ -140,7 +140,7 @@ def test_what_was_agreed_on_is_restored_without_a_receipt_and_then_counts_as_com
     spoil(shm, receipts=False, payload=False)
     assert restored(make()) == 1
     make().close()
-    assert all(any_record(raw, COMMIT_START) for raw in slots(shm).values()), "the heal has written none"
+    assert all(any_record(raw, COMMIT_START) for raw in slots(shm).values()), "the reprotection has written none"
     spoil(shm, receipts=False)  # that of the restore is there still
     with pytest.raises(errors.Unrestorable):
         make().load()

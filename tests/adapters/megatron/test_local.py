@@ -94,7 +94,7 @@ def test_a_lost_node_is_made_up_for_and_its_redundancy_made_whole(start: Any, no
     per_node = on_node(nodes.root, 1 if strategy == "xor:3" else 2)
     with job(), start(strategy, **per_node) as manager:
         manager.save(Aware(state_of(3)), 3)
-    for lost in (0, 1):  # the second loss is survived only because the first load has healed
+    for lost in (0, 1):  # the second loss is survived only because the first load has reprotected
         nodes.lose(lost)
         with job(), start(strategy, **per_node) as manager:
             assert manager.find_latest() == 3

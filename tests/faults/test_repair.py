@@ -1,7 +1,8 @@
-"""A rank or a node dies while what was damaged at rest is mended: nothing is worse than if it had not been begun.
+"""A rank or a node dies while what was damaged at rest is repaired: nothing is worse than if it had not been begun.
 
-A job saves a step, files of it are damaged in its memory, its couriers find that, and the next save mends it first. At
-a point of that a rank or a node dies. The relaunch has to restore the step, as it would have from the damaged memory.
+A job saves a step, files of it are damaged in its memory, its couriers find that, and the next save repairs it
+first. At a point of that a rank or a node dies. The relaunch has to restore the step, as it would have from the damaged
+memory.
 """
 
 from __future__ import annotations
@@ -51,18 +52,18 @@ TWO_PARITIES = (("parity", 1, 1), ("parity", 2, 1))
 # test_each_point.py loses a node at each point, with one file that is damaged.
 CASES = [
     # Slot and copy are damaged, in different blocks: the slot is repaired by then, and the new copy is half there.
-    Case("copy", (OWN, COPY), ("mend.repaired", "transfer.arrived"), "wipe", 0),
-    Case("xor:3", (OWN,), ("mend.begun", "parity.gathered"), "rank", 2),
+    Case("copy", (OWN, COPY), ("repair.blocks", "transfer.arrived"), "wipe", 0),
+    Case("xor:3", (OWN,), ("repair.begun", "parity.gathered"), "rank", 2),
     # Two parity files are damaged in different stripes: each covers a lost node but for that stripe, as long as none is
     # given up before the new ones are there.
-    Case("rs:2+2", TWO_PARITIES, ("mend.repaired", "parity.received"), "wipe", 1),
+    Case("rs:2+2", TWO_PARITIES, ("repair.blocks", "parity.received"), "wipe", 1),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_whatever_dies_while_damage_is_mended_costs_no_more_than_before(shm: Path, case: Case) -> None:
+def test_whatever_dies_while_damage_is_repaired_costs_no_more_than_before(shm: Path, case: Case) -> None:
     cluster = Cluster(shm)
-    # Where the second save is announced, what is mended is over.
+    # Where the second save is announced, what is repaired is over.
     traps = [{"path": case.path, "action": case.dies, "rank": case.who},
              {"path": ["protect.announced", "protect.announced"], "action": "pause"}]  # fmt: skip
     env = {**ENV, "MLFLASH_REDUNDANCY": case.scheme}
