@@ -66,7 +66,7 @@ def share(comm: Any, text: str | None, timeout_s: float) -> str:
             _pending.append((request, buffer))
             raise DeadlineExceeded(
                 f"waited {timeout_s:g} s for all {comm.size} ranks to come to Checkpointer(): rank 0 of the "
-                "communicator has not sent where its key-value store is", rank=comm.rank, ranks=[0],
+                "communicator has not sent where its agent is", rank=comm.rank, ranks=[0],
             )  # fmt: skip
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

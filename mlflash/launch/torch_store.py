@@ -39,15 +39,15 @@ def share(torch: Any, store: Any, rank: int, size: int, text: str | None, timeou
         missing = _answer(own, size, text, timeout_s)
     except RuntimeError as error:  # torch's errors of a store that is late or lost are RuntimeErrors, too
         raise DeadlineExceeded(
-            f"waited {timeout_s:g} s for rank 0 to put into the store of torch.distributed where its key-value store "
-            f"is: {str(error).splitlines()[0]}",
+            f"waited {timeout_s:g} s for rank 0 to put into the store of torch.distributed where its agent is: "
+            f"{str(error).splitlines()[0]}",
             rank=rank,
             ranks=[0],
         ) from error
     if missing:
         raise DeadlineExceeded(
             f"waited {timeout_s:g} s for the other ranks to ask rank 0, through the store of torch.distributed, where "
-            f"its key-value store is: {len(missing)} of {size} have not come",
+            f"its agent is: {len(missing)} of {size} have not come",
             rank=0,
             ranks=missing,
         )

@@ -6,10 +6,13 @@ import dataclasses
 import fnmatch
 import json
 import math
+import mmap
 import os
+import struct
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,9 +24,13 @@ from ..storage.file_holes import FileWithHoles, Source
 from ..storage.store import Store
 from ..storage.whole_state import BATCH_NBYTES, Whole, Written, build, cut, tensor_dtype
 
+if TYPE_CHECKING:
+    import torch
+
 SHARD_NBYTES = 5 * 10**9  # the size at which Hugging Face cuts
 _HEADER_NBYTES = 100_000_000  # the safetensors library refuses longer ones
 _CHUNK_NBYTES = 64 << 20
+_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record; it ends with the lengths of name and extra field
 
 DTYPES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
@@ -135,21 +142,62 @@ def write_torch(whole: Whole, store: Store, name: str = "state.pt") -> Written:
     Raises:
         StateError: torch has no dtype for an array. The error names it.
     """
-    from ..storage.hollow_tensors import hollow, save
-
     names, numbers = list(whole.entries), list[int]()
     build(whole.tree, numbers.append, lambda _: None)
     firsts = dict.fromkeys(whole.ties.get(names[number], names[number]) for number in numbers)
     own = [whole.entries[first] for first in firsts]  # in the order in which torch numbers storages
-    empty = hollow([(tensor_dtype(entry), entry.shape) for entry in own])
+    empty = _hollow([(tensor_dtype(entry), entry.shape) for entry in own])
     tensors = dict(zip(firsts, empty, strict=True))
     state = build(whole.tree, lambda number: tensors[whole.ties.get(names[number], names[number])],
                   lambda number: _python(decode_plain(whole.plain[number])))  # fmt: skip
     sources = whole.sources(own)
     skeleton = FileWithHoles()
-    for start, entry in zip(save(state, skeleton), own, strict=True):
+    for start, entry in zip(_save(state, skeleton), own, strict=True):
         skeleton.place(start, entry.nbytes, sources[entry.name])
     return Written({name: _write(store, name, skeleton)}, len(own), whole.ties)
+
+
+def _hollow(dtypes_and_shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[torch.Tensor]:
+    """Make tensors without memory; each has a storage of its own. They must never be read or written."""
+    import torch
+
+    sizes = [math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in dtypes_and_shapes]
+    starts = [0]
+    for nbytes in sizes:
+        starts.append(starts[-1] + -(-nbytes // 64) * 64)
+    ground = _ground(starts[-1])
+    return [
+        (torch.from_numpy(ground[start : start + nbytes]) if nbytes else torch.empty(0, dtype=torch.uint8))
+        .view(getattr(torch, dtype))
+        .view(shape)
+        for (dtype, shape), start, nbytes in zip(dtypes_and_shapes, starts, sizes, strict=False)
+    ]
+
+
+def _ground(nbytes: int) -> np.ndarray:
+    """Addresses only: a mapped hole never counts as memory, even if the kernel does not overcommit."""
+    fd = os.memfd_create("mlflash-ground", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, max(1, nbytes))
+        return np.frombuffer(mmap.mmap(fd, max(1, nbytes)), dtype=np.uint8)
+    finally:
+        os.close(fd)
+
+
+def _save(value: Any, skeleton: FileWithHoles) -> list[int]:
+    """Write a value of hollow tensors as ``torch.save`` does; return where the bytes of each storage go, in order."""
+    import torch
+
+    with torch.serialization.skip_data():
+        torch.save(value, skeleton.file)
+    starts = {}
+    with zipfile.ZipFile(skeleton.file) as archive:
+        for record in archive.infolist():
+            folder, _, number = record.filename.rpartition("/")
+            if folder.endswith("/data"):
+                header = os.pread(skeleton.file.fileno(), _LOCAL_HEADER.size, record.header_offset)
+                starts[int(number)] = record.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
+    return [starts[number] for number in range(len(starts))]
 
 
 def _write(store: Store, name: str, skeleton: FileWithHoles) -> int:
