@@ -211,7 +211,7 @@ def _mesh_name(mesh: Any, size: int) -> str:
     if len(ranks) == (size or len(ranks)):
         return ""
     root = mesh._get_root_mesh()
-    names = getattr(root, "mesh_dim_mesh_names", None)
+    names = getattr(root, "mesh_dim_names", None)
     if root is not mesh and names:
         coordinates = np.argwhere(np.isin(root.mesh.numpy(), ranks))
         dims = list(zip(names, coordinates.T, root.mesh.shape, strict=True))

@@ -19,7 +19,7 @@ from mlflash.run.processes import mpiexec
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 
 # The command, after something was changed; `here` is this rank. No speed and no clock is a warning here, as that would
-# tell how busy the machine is: tests/unit/test_doctor.py has what is.
+# tell how busy the machine is: tests/unit/tools/test_doctor.py has what is.
 PROGRAM = """
 import ctypes, os, signal, sys
 here = int(os.environ.get("PMI_RANK", "0"))

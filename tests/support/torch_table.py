@@ -1,7 +1,7 @@
 """Everything of torch and torchdata that has a state and takes part in a training, as one table of small trainings.
 
 Each entry makes a training and takes its steps. A training that is restored has to go on with the bits of one that
-nothing happened to. `tests/unit/test_torch_contract.py` tries it in one process, `tests/programs/contract_job.py` in
+nothing happened to. `tests/unit/state/test_torch_contract.py` tries it in one process, `programs/contract_job.py` in
 new processes, with DDP and FSDP2, too. torchdata is imported where it is used: other environments may not have it.
 """
 

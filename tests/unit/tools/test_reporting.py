@@ -185,7 +185,7 @@ def test_ranks_that_commits_waited_for_are_listed_those_first_that_cost_most(tmp
 
 
 def test_each_event_that_ranks_write_is_read() -> None:
-    recorder = Path(__file__).parents[2] / "mlflash/telemetry/recorder.py"
+    recorder = Path(__file__).parents[3] / "mlflash/telemetry/recorder.py"
     written = set(re.findall(r'events\.add\("([a-z]+)"', recorder.read_text()))
     assert len(written) > 15 and written <= set(typing.get_args(EventKind))
 

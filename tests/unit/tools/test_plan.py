@@ -27,7 +27,7 @@ from mlflash.tools.plan_schemes import SCHEMES, Costs, Job, node_nbytes, scheme_
 
 pytestmark = pytest.mark.slow  # a tool beside the engine
 
-DOC = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+DOC = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
 GIB = 1 << 30
 FAILURES = ("--mtbf", "264d", "--save", "0.3s", "--commit", "8s", "--restart", "90s")
 

@@ -17,7 +17,7 @@ from mlflash.tools import template
 from mlflash.tools.run import run as run_command
 from mlflash.tools.template import TEMPLATES, word_of_shell
 
-REPO = Path(__file__).parents[2]
+REPO = Path(__file__).parents[3]
 NAMES = ("array", "megatron", "nemo", "train")
 PAGE = (REPO / "docs" / "slurm.md").read_text()
 

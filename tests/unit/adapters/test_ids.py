@@ -15,7 +15,7 @@ from mlflash.adapters.dcp import MemoryReader, MemoryWriter, step_of
 from mlflash.adapters.ids import names_a_step, read
 from mlflash.errors import StepNotFound
 
-PAGE = (Path(__file__).parents[2] / "docs" / "dcp.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "dcp.md").read_text()
 ROWS = re.findall(r"^\| `([^`]+)` \| (`[^`]*`|-|refused) \| (\d+|-|refused) \|", PAGE, re.M)
 
 
