@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mlflash.channel import connection
 from mlflash.checkpointer.off import turned_off
 from mlflash.config import Config, from_environment
-from mlflash.courier import connection
 from mlflash.errors import ConfigError, MlflashError, WorldMismatch
 from mlflash.launch.interfaces import own_address
 from mlflash.launch.launcher_variables import KEPT, PRESUMED, is_on_one_host, launched

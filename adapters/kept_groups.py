@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mlflash.events import Event
 from mlflash.launch.interfaces import own_address
-from mlflash.memory.courier_process import read_stat
+from mlflash.memory.process_names import read_stat
 from mlflash.run.decider_link import Seat, is_spare, registered_groups
 from mlflash.run.forked_spare import begin_anew
 

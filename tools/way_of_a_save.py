@@ -50,7 +50,7 @@ class Tally:
 
 def run(forked: Any) -> None:
     """Be a courier that is counted. The entry point of the forked process."""
-    from mlflash.session import main as courier_main
+    from mlflash.courier import main as courier_main
 
     tally = Tally(f"courier-{forked.rank}")
     tally.begin()
@@ -63,7 +63,7 @@ def train(rank: int) -> None:
     import numpy as np
 
     from mlflash import Checkpointer
-    from mlflash.courier import connection
+    from mlflash.channel import connection
 
     connection.ENTRY = "way_of_a_save:run"
     tally = Tally(f"trainer-{rank}")

@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from mlflash import Checkpointer
+from mlflash.channel.wanted_parts import WantedPart
 from mlflash.checkpointer.off import turned_off
-from mlflash.courier.wanted_parts import WantedPart
 from mlflash.errors import StepNotFound, StructureMismatch
 from mlflash.restore.open_in_memory import OpenCheckpoint
 from mlflash.state.leaves import Entry, from_bytes

@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from types import ModuleType
 
-from mlflash.courier import connection
+from mlflash.channel import connection
 from mlflash.launch.pmi_client import is_refused
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")

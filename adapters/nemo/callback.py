@@ -17,8 +17,8 @@ from nemo.lightning.io.pl import TrainerContext
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
 from mlflash import Checkpointer, rng
+from mlflash.channel.ranks import check_torch_rank
 from mlflash.checkpointer.off import turned_off
-from mlflash.courier.ranks import check_torch_rank
 from mlflash.errors import ConfigError
 
 from .. import intervals

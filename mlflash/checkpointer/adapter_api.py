@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..courier.client import TrainerContext, restart_scope
-from ..courier.ranks import Ranks
-from ..courier.wanted_parts import WantedPart
+from ..channel.client import TrainerContext, restart_scope
+from ..channel.ranks import Ranks
+from ..channel.wanted_parts import WantedPart
 from ..drain.drain import Drains
 from ..errors import MlflashError, SaveFailed, StateError, StepOrderError, Unrestorable
 from ..framework_files.staged import BackgroundFiles

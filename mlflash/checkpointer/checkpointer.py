@@ -15,12 +15,12 @@ from types import TracebackType
 from typing import Any
 
 from .. import config
+from ..channel import connection
+from ..channel.client import FORKED, Client, TrainerContext, restart_scope
+from ..channel.loaded_versions import loaded_versions, not_run_with
+from ..channel.ranks import Ranks, check_torch_rank, replicas_of, some_ranks
+from ..channel.records import Start, Started
 from ..config import Config
-from ..courier import connection
-from ..courier.client import FORKED, Client, TrainerContext, restart_scope
-from ..courier.loaded_versions import loaded_versions, not_run_with
-from ..courier.ranks import Ranks, check_torch_rank, replicas_of, some_ranks
-from ..courier.records import Start, Started
 from ..drain.drain import Drain, Drains
 from ..errors import Closed, MlflashError, StepNotFound
 from ..memory.copy_threads import CopyThreads

@@ -12,8 +12,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ..channel import connection
 from ..config import Config, from_environment
-from ..courier import connection
 from ..crash_points import reach
 from ..launch.agent_client import AgentClient
 from ..launch.launcher_variables import Launched

@@ -53,7 +53,7 @@ def _end_all() -> None:
             end(checkpointer, "failed" if hasattr(sys, "last_value") else "ended")
         except Exception:  # the other Checkpointers must be ended, too
             log.exception("a Checkpointer could not be ended")
-    if connection := sys.modules.get("mlflash.courier.connection"):
+    if connection := sys.modules.get("mlflash.channel.connection"):
         connection.close_all()
 
 

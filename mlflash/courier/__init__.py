@@ -1,9 +1,5 @@
-"""How a trainer reaches its courier, and what the courier knows.
+"""The process of a courier: it makes all MPI calls of a rank and does what its trainer asks for.
 
-In the trainer, each Checkpointer has a `client`, which calls methods of its session in the courier. The clients of the
-same ranks share a `connection`, which starts couriers, and starts them anew if one has ended. It sends the calls over a
-`channel`, the socket between two processes. `records` and `ranks` have what the calls carry.
-
-In the courier, `start` connects the ranks and finds what earlier runs left (`choose_checkpoint`), and makes the `state`
-of the courier, with which commits, drains and restores work.
+In come calls of the trainer, and out come their results. `main` is the process, with the thread of each Checkpointer
+and the questions to the trainer. `session` has what a trainer can call. No trainer imports this package.
 """

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..channel.ranks import Ranks
 from ..config import Config
-from ..courier.ranks import Ranks
 from ..errors import DeadlineExceeded, DrainFailed, MlflashError
 from ..events import Event
 from ..memory.slot import Attempt
@@ -15,7 +15,7 @@ from ..storage.store import Store
 from .index import Stored
 
 if TYPE_CHECKING:
-    from ..courier.client import Client
+    from ..channel.client import Client
 
 _NAP_S = 0.02
 

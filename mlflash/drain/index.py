@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from ..courier.describe_ranks import Gathered
+from ..channel.describe_ranks import Gathered
 from ..errors import CorruptSlot
 from ..memory.slot import Attempt
 from ..state import manifest

@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from ..commit.courier_state import CourierState
 from ..config import Config
-from ..courier.state import CourierState
 from ..errors import DrainFailed
 from ..memory.inventory import scan
 from ..memory.slot import Attempt, Kind, Slot, Use, Verdict

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import xxhash
 
-from ..courier.describe_ranks import Described
+from ..channel.describe_ranks import Described
 from ..crash_points import reach
 from ..memory.slot import Attempt, Verdict
 from ..protect.rank_checkpoint import RankCheckpoint

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from ..channel.describe_ranks import Described, Gathered, gathering
 from ..config import Config
-from ..courier.describe_ranks import Described, Gathered, gathering
 from ..crash_points import reach
 from ..errors import DrainFailed, MlflashError, text_of
 from ..memory.slot import Verdict

@@ -21,12 +21,13 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..memory.courier_process import AGENT as NAME
+from ..memory.process_names import AGENT as NAME
 from .agent_process import kept_names, listen, peer_uid
 from .courier_process import ignore_signals_of_the_step
 from .fork_server import ForkServer, Refused
+from .handshake import STRANGERS
 from .launcher_variables import AGENT
-from .lines import STRANGERS, BadLine, Connection, Lines
+from .lines import BadLine, Connection, Lines
 from .own_process import set_name
 from .seat import Seat
 from .world import World

@@ -32,7 +32,8 @@ import socket
 from typing import Any
 
 from . import cross_memory
-from .lines import STRANGERS, Connection, Port, pack
+from .handshake import STRANGERS, Port
+from .lines import Connection, pack
 from .process_mapping import blocks
 
 _LARGEST_NBYTES = 1 << 26  # of a message: what the ranks of a node have put

@@ -31,8 +31,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any
 
-from ..memory.courier_process import read_stat
+from ..memory.process_names import read_stat
 from .agent_process import peer_uid
+from .handshake import introduce
 from .launcher_variables import KEPT, SEED, without_rank
 from .lines import Connection
 from .own_process import end_with, running
@@ -179,7 +180,7 @@ class Ranks:
         for number in _PASSED_ON:
             self._loop.add_signal_handler(number, self._pass_on, number)
         self._loop.add_signal_handler(signal.SIGHUP, self._lose, "its agent received SIGHUP")
-        await asyncio.wait_for(self._run.introduce(greeting["token"], host=greeting["host"]), _CONNECT_S)
+        await asyncio.wait_for(introduce(self._run, greeting["token"], host=greeting["host"]), _CONNECT_S)
         tasks = [self._loop.create_task(work) for work in (self._watch(), self._keep_status())]
         try:
             code = await self._over

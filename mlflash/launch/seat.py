@@ -36,12 +36,13 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
-from ..memory.courier_process import name_of_courier
+from ..memory.process_names import name_of_courier
 from . import courier_cores
 from .courier_process import Inherited
 from .fork_server import ENDS_S, End, ForkedCourier, Order, Refused
+from .handshake import STRANGERS
 from .hub import Hub, new_epoch_name
-from .lines import STRANGERS, Connection, listener_at
+from .lines import Connection, listener_at
 from .own_process import allow
 from .world import Begun, Departed, HubLost, NobodyThere, World
 

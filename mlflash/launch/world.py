@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .fork_server import Refused
+from .handshake import introduce
 from .lines import Connection
 from .pmi_server import NodeEpoch
 from .process_mapping import Block, nodes_of
@@ -135,7 +136,7 @@ class World:
         except OSError as error:
             raise NobodyThere(f"nobody listens at {self}: {error.strerror or error}") from None
         try:
-            await link.introduce(self.token)
+            await introduce(link, self.token)
         except ConnectionError as error:
             raise HubLost(f"whoever listens at {self} is not the hub of this launch: {error}") from None
         self._link, self._has_been_connected = link, True

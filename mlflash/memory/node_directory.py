@@ -22,7 +22,7 @@ import struct
 import time
 
 from ..errors import ConfigError, ForeignNode, JobInUse, MemoryTooSmall, UnsafePath
-from .courier_process import works_for
+from .process_names import works_for
 
 log = logging.getLogger("mlflash")
 

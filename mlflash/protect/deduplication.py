@@ -16,9 +16,10 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
+import numpy as np
 import xxhash
 
-from ..memory.slot import MAX_GROUP
+from ..memory.slot import MAX_GROUP, Slot
 from ..placement.topology import Topology
 from ..state.layout import ALIGN_NBYTES, Extents, Layout, round_up
 from ..state.leaves import Entry, Flat, live_bytes, replica_ranks
@@ -198,3 +199,20 @@ def key_of(entry: Entry) -> int:
     """Return the key of a shard of a tensor, made from its name, type, shape and place in the whole."""
     same = (entry.name, entry.kind, entry.dtype, entry.global_shape, entry.offset, entry.shape)
     return xxhash.xxh3_64_intdigest(repr(same).encode())
+
+
+def own_pieces(planned: Plan, share: Slot) -> list[tuple[Piece, np.ndarray]]:
+    """The pieces that go into this rank's share, and where they go."""
+    assert planned.sharing is not None and planned.share_extents is not None
+    payload, number = share.payload(planned.share_extents), planned.sharing.share
+    return [(p, payload[p.at : p.at + p.end - p.start]) for p in planned.pieces if p.share == number]
+
+
+def all_checks(planned: Plan, share: Slot, others: dict[Piece, int]) -> dict[int, int]:
+    """One number for the bytes of each shared leaf; ``others``: checksums of the pieces of other shares."""
+    known = {p: xxhash.xxh3_64_intdigest(room.data) for p, room in own_pieces(planned, share)}
+    every = others | known
+    of_leaf: dict[int, list[int]] = {}
+    for piece in planned.pieces:
+        of_leaf.setdefault(piece.leaf, []).append(every[piece])
+    return {leaf: xxhash.xxh3_64_intdigest(np.array(checks, dtype="<u8").tobytes()) for leaf, checks in of_leaf.items()}

@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from ..courier.choose_checkpoint import Choice, choose
-from ..courier.state import CourierState
+from ..commit.choose_checkpoint import Choice, choose
+from ..commit.courier_state import CourierState
 from ..crash_points import reach
 from ..drain.checkpoint_directory import Listed, Listing, step_of
 from ..drain.drain import Drain

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ..courier.choose_checkpoint import Choice
-from ..courier.state import CourierState
-from ..courier.wanted_parts import WantedPart, items
+from ..channel.wanted_parts import WantedPart, items
+from ..commit.choose_checkpoint import Choice
+from ..commit.courier_state import CourierState
 from ..crash_points import reach
 from ..errors import CorruptSlot
 from ..memory.inventory import Inventory, Place

@@ -15,10 +15,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import xxhash
 
-from ..courier.client import TrainerContext
-from ..courier.ranks import Ranks
-from ..courier.records import FoundInMemory
-from ..courier.wanted_parts import WantedPart
+from ..channel.client import TrainerContext
+from ..channel.ranks import Ranks
+from ..channel.records import FoundInMemory
+from ..channel.wanted_parts import WantedPart
 from ..crash_points import reach
 from ..drain.checkpoint_directory import Listed
 from ..drain.drain import Drains

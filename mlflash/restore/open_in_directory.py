@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from ..courier.ranks import Collectives
-from ..courier.wanted_parts import WantedPart, items
+from ..channel.ranks import Collectives
+from ..channel.wanted_parts import WantedPart, items
 from ..drain.checkpoint_directory import Listed, read_index
 from ..drain.index import (
     CARD_NBYTES,

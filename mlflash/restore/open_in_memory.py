@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from ..courier.client import TrainerContext
-from ..courier.describe_ranks import Described, gather_ranks
-from ..courier.wanted_parts import WantedPart, exchange, items
+from ..channel.client import TrainerContext
+from ..channel.describe_ranks import Described, gather_ranks
+from ..channel.wanted_parts import WantedPart, exchange, items
 from ..memory.node_directory import file_number
 from ..memory.slot import Attempt
 from ..protect.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from ..courier.state import CourierState
+from ..commit.courier_state import CourierState
 from ..crash_points import reach
 from ..errors import CorruptSlot, MlflashError
 from ..memory.slot import Attempt, Slot

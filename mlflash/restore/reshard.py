@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..courier.client import TrainerContext
-from ..courier.wanted_parts import WantedPart, items
+from ..channel.client import TrainerContext
+from ..channel.wanted_parts import WantedPart, items
 from ..crash_points import reach
 from ..errors import Closed, CorruptSlot, DeadlineExceeded, MlflashError, SaveFailed, StructureMismatch
 from ..memory.slot import Slot

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from ..courier.state import CourierState
+from ..commit.courier_state import CourierState
 from ..drain.drain import Drain
 from ..errors import MlflashError, text_of
 from ..events import Event

@@ -20,8 +20,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import LaunchFailed
+from ..launch.handshake import Port
 from ..launch.interfaces import own_address
-from ..launch.lines import Connection, Port, listener_at
+from ..launch.lines import Connection, listener_at
 from ..launch.own_process import allow
 from ..launch.ranks import BEATS, LARGEST_NBYTES, LOST
 from .launch_system import Process, System

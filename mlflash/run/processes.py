@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchFailed, MpiUnavailable, pip_install
-from ..memory.courier_process import read_stat
+from ..memory.process_names import read_stat
 
 log = logging.getLogger("mlflash")
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from ..courier.client import TrainerContext
-from ..courier.ranks import Ranks, check_torch_rank
-from ..courier.records import SaveRequest
+from ..channel.client import TrainerContext
+from ..channel.ranks import Ranks, check_torch_rank
+from ..channel.records import SaveRequest
 from ..crash_points import reach
 from ..errors import (
     DeadlineExceeded,

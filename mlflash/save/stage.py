@@ -26,7 +26,7 @@ from ..errors import DeadlineExceeded, MlflashError, SaveFailed
 from ..memory.copy_threads import CopyThreads
 from ..memory.own_slots import OwnSlots
 from ..memory.slot import Slot
-from ..protect.deduplication import Piece, Plan, Sharing, pieces
+from ..protect.deduplication import Piece, Plan, Sharing, own_pieces, pieces
 from ..state import manifest
 from ..state.layout import PAGE_NBYTES, Layout, plan
 from ..state.leaves import Flat, Leaf, Structure, from_bytes, live_bytes
@@ -201,7 +201,7 @@ class Staging:
                 for entry, tie in zip(layout.entries, flat.structure.ties, strict=True)
             ]
             if share is not None:
-                for piece, room in _own_pieces(planned, share):
+                for piece, room in own_pieces(planned, share):
                     if room.nbytes == layout.entries[piece.leaf].nbytes:
                         targets[piece.leaf] = from_bytes(layout.entries[piece.leaf], room)
             way = self._ways[key] = CopyPlan(layout, segments, targets, self._copy_threads, self._timeout_s)
@@ -220,13 +220,6 @@ def has_room(planned: Plan, slot: Slot, share: Slot) -> bool:
     """Whether a state fits into slots of their present size."""
     size = planned.share_extents
     return slot.view.nbytes >= planned.layout.extents.nbytes and (size is None or share.view.nbytes >= size.nbytes)
-
-
-def _own_pieces(planned: Plan, share: Slot) -> list[tuple[Piece, np.ndarray]]:
-    """The pieces that go into this rank's share, and where they go."""
-    assert planned.sharing is not None and planned.share_extents is not None
-    payload, number = share.payload(planned.share_extents), planned.sharing.share
-    return [(p, payload[p.at : p.at + p.end - p.start]) for p in planned.pieces if p.share == number]
 
 
 def _pieces_of(
@@ -248,7 +241,7 @@ def _pieces_of(
         value = flat.values[leaf]  # the leaf may move to other memory later
         return value if isinstance(value, np.ndarray) else value.detach()
 
-    for piece, room in _own_pieces(planned, share):
+    for piece, room in own_pieces(planned, share):
         entry = flat.structure.entries[piece.leaf]
         if room.nbytes < entry.nbytes:
             live = live_bytes(flat.values[piece.leaf], piece.start, piece.end, kept=piece.leaf in lazy)
@@ -258,16 +251,6 @@ def _pieces_of(
     for piece in planned.pieces:
         if piece.share != planned.sharing.share:
             yield piece.leaf, functools.partial(check, now(piece.leaf), piece)
-
-
-def all_checks(planned: Plan, share: Slot, others: dict[Piece, int]) -> dict[int, int]:
-    """One number for the bytes of each shared leaf; ``others``: checksums of the pieces of other shares."""
-    known = {p: xxhash.xxh3_64_intdigest(room.data) for p, room in _own_pieces(planned, share)}
-    every = others | known
-    of_leaf: dict[int, list[int]] = {}
-    for piece in planned.pieces:
-        of_leaf.setdefault(piece.leaf, []).append(every[piece])
-    return {leaf: xxhash.xxh3_64_intdigest(np.array(checks, dtype="<u8").tobytes()) for leaf, checks in of_leaf.items()}
 
 
 def _clear_gaps(layout: Layout, payload: np.ndarray) -> None:

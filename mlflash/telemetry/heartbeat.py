@@ -27,8 +27,8 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import UnsafePath
-from ..memory.courier_process import read_stat
 from ..memory.node_directory import NodeDirectory, jobs_of
+from ..memory.process_names import read_stat
 from ..version import __version__
 
 log = logging.getLogger("mlflash")

@@ -24,17 +24,17 @@ from typing import Any
 
 import numpy as np
 
+from ..channel.loaded_versions import not_run_with
 from ..checkpointer.checkpointer import Checkpointer
 from ..config import DISABLE, is_enabled, unknown_variables
-from ..courier.loaded_versions import not_run_with
 from ..errors import LaunchFailed, UnsafePath, WorldMismatch, pip_install
 from ..launch.launcher_variables import Launched, as_torchrun, without_rank
 from ..launch.mpi_library import LIBRARY
 from ..launch.rendezvous import meeting_of
 from ..memory import node_directory
-from ..memory.courier_process import trainer_of, works_for
 from ..memory.memory_limits import MEMORY_KINDS, available, headroom, mapped_files, mounted, other_files
 from ..memory.node_directory import NodeDirectory
+from ..memory.process_names import trainer_of, works_for
 from ..mpi.fabric import between_nodes, choose_transport, has_rdma
 from ..mpi.world import World
 from ..placement.redundancy_scheme import parse
@@ -188,7 +188,7 @@ def clocks(context: Context) -> Iterator[Finding]:
 
 def failure_domains(context: Context) -> Iterator[Finding]:
     """Find the failure domains of the nodes, as a Checkpointer does. Collective over the world."""
-    from ..courier.start import find_domains
+    from ..commit.start import find_domains
 
     setting, names = context.settings.domains, context.ranks.topology.node_names
     domains = find_domains(context.ranks, setting)

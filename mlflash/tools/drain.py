@@ -12,8 +12,8 @@ import click
 from ..config import Config
 from ..drain.checkpoint_directory import Listed, list_checkpoints
 from ..errors import MlflashError
-from ..memory.courier_process import process_named
 from ..memory.node_directory import NodeDirectory
+from ..memory.process_names import process_named
 from ..storage.store import open_store
 from .jobs import choose_job_here
 from .options import job_options, settings

@@ -16,10 +16,10 @@ from typing import Any, cast
 import click
 import numpy as np
 
+from ..channel.ranks import Collectives
+from ..channel.wanted_parts import WantedPart, items
 from ..checkpointer.checkpointer import Checkpointer
 from ..config import Config
-from ..courier.ranks import Collectives
-from ..courier.wanted_parts import WantedPart, items
 from ..drain.index import first_names
 from ..errors import ConfigError, CorruptSlot, MlflashError, StepNotFound
 from ..memory.inventory import WantedStep

@@ -14,9 +14,9 @@ import click
 from ..config import Config, job_name
 from ..errors import JobInUse, MlflashError
 from ..framework_files.staged import leftovers
-from ..memory.courier_process import process_named
 from ..memory.node_directory import clean as clean_job
 from ..memory.node_directory import jobs_of
+from ..memory.process_names import process_named
 from ..memory.slot import Header
 from ..mpi.world import World, gather
 from ..text import listed, many, show_bytes

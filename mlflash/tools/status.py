@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..config import Config
-from ..memory.courier_process import process_named
+from ..memory.process_names import process_named
 from ..memory.slot import Attempt, Header, Kind, Verdict
 from ..mpi.world import World
 from ..text import many, named, ranges, show_bytes

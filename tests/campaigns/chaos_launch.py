@@ -14,7 +14,7 @@ from harness import Cluster, Launch
 from processes import is_agent, parent_of, state
 from waiting import take, until
 
-from mlflash.memory.courier_process import trainer_of
+from mlflash.memory.process_names import trainer_of
 
 DAMAGED = ("cannot be restored from", "rebuilt from parity", "parity cannot be used", "is damaged and will be made")
 FAILED = "the courier failed"

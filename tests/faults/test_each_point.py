@@ -35,7 +35,7 @@ from mlflash.launch import mpich_segments
 pytestmark = pytest.mark.gate
 
 SCRIPT = Path(__file__).parents[1] / "support" / "killed_trainer.py"
-IMPORTED = ["numpy", "mlflash.checkpointer.checkpointer", "mlflash.courier.connection"]
+IMPORTED = ["numpy", "mlflash.checkpointer.checkpointer", "mlflash.channel.connection"]
 SMALL = {"MLFLASH_TEST_BLOCK_NBYTES": "16384"}  # so that there is a middle of a transfer
 TRANSPORTS = ("p2p", "rma")  # by turns
 

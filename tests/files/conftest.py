@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mlflash.courier import connection
+from mlflash.channel import connection
 
 
 @pytest.fixture(autouse=True, scope="module")

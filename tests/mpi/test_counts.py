@@ -20,7 +20,7 @@ from mpi4py import MPI
 from waiting import until as until_true
 
 from mlflash import Checkpointer
-from mlflash.courier.client import Client
+from mlflash.channel.client import Client
 
 pytestmark = pytest.mark.mpi
 SIZE = MPI.COMM_WORLD.size

@@ -30,7 +30,7 @@ from mlflash.launch.couriers import Couriers, RankDeparted, RunningCourier
 from mlflash.launch.launcher_variables import Launched
 from mlflash.launch.own_process import forget_memory_policy
 from mlflash.launch.rendezvous import Meeting, Ports
-from mlflash.memory.courier_process import read_stat
+from mlflash.memory.process_names import read_stat
 from mlflash.tools import doctor_checks as couriers
 
 pytestmark = needs.MPI

@@ -11,7 +11,7 @@ from pathlib import Path
 import needs
 from waiting import PATIENCE_S
 
-from mlflash.session import main
+from mlflash.courier import main
 
 pytestmark = needs.MPI
 TRAIN = """

@@ -19,7 +19,7 @@ import torch
 from keys import key_pair
 
 import mlflash
-from mlflash.courier.loaded_versions import loaded_versions
+from mlflash.channel.loaded_versions import loaded_versions
 from mlflash.drain import provenance
 from mlflash.drain.checkpoint_directory import list_checkpoints
 from mlflash.errors import ConfigError

@@ -1,6 +1,6 @@
 """Courier processes: the real code of trainers and couriers, over sockets and epochs that are simulated.
 
-Real is everything in `mlflash.session` and `mlflash.courier`: connections, messages, sessions, restarts. Simulated is
+Real is everything in `mlflash.courier` and `mlflash.channel`: connections, messages, sessions, restarts. Simulated is
 what `mlflash.launch` does: it forks a courier for each rank and epoch, lets all ranks agree on the epoch, and tells the
 others who has left.
 """
@@ -21,12 +21,12 @@ import machine
 import mpi
 from scheduler import Process, Scheduler
 
-from mlflash.courier import channel, connection
+from mlflash.channel import channel, connection
+from mlflash.courier import main as courier_main
 from mlflash.errors import DeadlineExceeded
 from mlflash.launch.agent_client import AgentLost, Departure, HubLost
 from mlflash.launch.couriers import CourierEnded, RankDeparted, StartFailed
 from mlflash.launch.rendezvous import Meeting, who_am_i
-from mlflash.session import main as courier_main
 
 if TYPE_CHECKING:
     from history import History

@@ -22,7 +22,9 @@ import numpy as np
 import threads
 
 MPI = mpi.Mpi()
-_PACKAGES = "checkpointer courier drain memory mpi placement protect restore run save session state storage telemetry"
+_PACKAGES = (
+    "channel checkpointer commit courier drain memory mpi placement protect restore run save state storage telemetry"
+)
 _REAL = {name: getattr(os, name) for name in ("urandom", "getpid", "posix_fallocate", "fsync", "_exit", "environ")}
 
 
@@ -172,8 +174,8 @@ def _failing(real: Callable[..., Any], probability: Callable[[], float], number:
 
 def process_globals() -> dict[tuple[Any, str], Any]:
     """The module variables that each process has of its own, as they are in a new process."""
+    import mlflash.channel.connection as connection
     import mlflash.checkpointer.process_end as process_end
-    import mlflash.courier.connection as connection
     import mlflash.launch.program_mpi as program_mpi
     import mlflash.memory.node_directory as node_directory
     import mlflash.run.decider_link as decider_link

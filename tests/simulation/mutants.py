@@ -85,7 +85,7 @@ MUTANTS = [
         "    if grow and not agreed.skips:\n",
     ),
     Mutant(
-        "generation-reused", "a run numbers its attempts from 1 again", "courier/start.py",
+        "generation-reused", "a run numbers its attempts from 1 again", "commit/start.py",
         "    context.generation, context.floor, context.left.unusable = left.newest, ",
         "    context.generation, context.floor, context.left.unusable = 0, ",
     ),
@@ -115,7 +115,7 @@ MUTANTS = [
         "ARRIVAL_S = 30.0", "ARRIVAL_S = 0.0",
     ),
     Mutant(
-        "windows-left-open", "windows expose files that slots no longer have", "courier/state.py",
+        "windows-left-open", "windows expose files that slots no longer have", "commit/courier_state.py",
         "        self.protection.close_windows()\n        try:", "        try:",
     ),
     # Parity
@@ -142,12 +142,12 @@ MUTANTS = [
     ),
     # Restore
     Mutant(
-        "inventory-of-this-node", "a rank chooses by the files of its own node", "courier/choose_checkpoint.py",
+        "inventory-of-this-node", "a rank chooses by the files of its own node", "commit/choose_checkpoint.py",
         "    packed = world.gather_nodes(encode(scan(memory, world.node_index)) if world.local_rank == 0 else None)\n",
         "    packed = [encode(scan(memory, world.node_index))]\n",
     ),
     Mutant(
-        "slot-missing", "an attempt is chosen that has no slot for some rank", "courier/choose_checkpoint.py",
+        "slot-missing", "an attempt is chosen that has no slot for some rank", "commit/choose_checkpoint.py",
         "    if missing - rebuilt.keys() or not", "    if not slots or not",
     ),
     Mutant(
@@ -220,12 +220,12 @@ MUTANTS = [
         "        def moves() -> Operation:\n", "        def moves() -> Operation:\n            current.end(None)\n",
     ),
     Mutant(
-        "all-complete-at-restart", "saves that a courier had when it died count as committed", "courier/client.py",
+        "all-complete-at-restart", "saves that a courier had when it died count as committed", "channel/client.py",
         "job.answers.request.step == step\n            if is_there and generation > self._generation:\n",
         "True\n            if is_there:\n",
     ),
     Mutant(
-        "saves-not-sent-again", "saves that the last courier had are not sent to the next one", "courier/client.py",
+        "saves-not-sent-again", "saves that the last courier had are not sent to the next one", "channel/client.py",
         "job.is_sent = False\n            self._connection.send_first(job)\n", "job.is_sent = False\n",
     ),
     # Waits

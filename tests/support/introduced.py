@@ -6,7 +6,8 @@ import json
 import socket
 from typing import Any
 
-from mlflash.launch.lines import pack, proof
+from mlflash.launch.handshake import proof
+from mlflash.launch.lines import pack
 
 
 def introduce(sock: socket.socket, token: str, **hello: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from processes import described, left_here
 from waiting import until
 
-from mlflash.courier import connection
+from mlflash.channel import connection
 
 
 @pytest.fixture(autouse=True, scope="module")

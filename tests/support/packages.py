@@ -14,14 +14,14 @@ PACKAGES: dict[str, str] = {
     "framework_files": "memory",
     "protect": "state placement memory mpi",
     "launch": "placement memory",
-    "courier": "state placement memory mpi config telemetry protect launch",
-    "save": "state memory protect courier",
-    "drain": "state memory storage mpi config protect courier",
-    "commit": "state memory protect courier save drain",
-    "restore": "state memory storage mpi protect courier save drain",
-    "session": "placement memory mpi config protect launch courier drain commit restore",
+    "channel": "state placement memory mpi config telemetry protect launch",
+    "save": "state memory protect channel",
+    "commit": "state placement memory mpi config telemetry protect channel",
+    "drain": "state memory storage mpi config protect channel commit",
+    "restore": "state memory storage mpi protect channel save commit drain",
+    "courier": "placement memory mpi config protect launch channel commit drain restore",
     "run": "memory config telemetry launch",
-    "checkpointer": "state memory config telemetry framework_files launch courier save drain restore run",
-    "tools": "state placement memory storage mpi config telemetry framework_files protect launch courier drain restore "
-    "run checkpointer",
+    "checkpointer": "state memory config telemetry framework_files launch channel save drain restore run",
+    "tools": "state placement memory storage mpi config telemetry framework_files protect launch channel commit drain "
+    "restore run checkpointer",
 }

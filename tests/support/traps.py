@@ -18,7 +18,7 @@ from processes import is_agent, parent_of, runs, send, started_by
 from waiting import hang, take, until
 
 from mlflash import crash_points
-from mlflash.memory.courier_process import trainer_of
+from mlflash.memory.process_names import trainer_of
 
 OUT = Path(os.environ["OUT"])
 _RANK = "MLFLASH_TEST_RANK"  # in the environment of couriers

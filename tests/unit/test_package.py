@@ -19,7 +19,7 @@ from waiting import PATIENCE_S
 
 import mlflash
 from mlflash import Checkpointer, config, errors
-from mlflash.courier import start
+from mlflash.commit import start
 from mlflash.memory import memory_limits
 from mlflash.mpi.world import World
 from mlflash.placement.topology import this_node

@@ -18,10 +18,7 @@ from hypothesis import strategies as st
 
 from mlflash import errors
 from mlflash.config import Config
-from mlflash.drain import checkpoint_directory, index
-from mlflash.drain import (
-    rank_input as rank_input,
-)
+from mlflash.drain import checkpoint_directory, index, rank_input
 from mlflash.drain.checkpoint_directory import Listed
 from mlflash.drain.index import CARD_NBYTES, Card
 from mlflash.memory.slot import Attempt, Verdict

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlflash.memory.courier_process import name_of_courier, trainer_of, works_for
+from mlflash.memory.process_names import name_of_courier, trainer_of, works_for
 
 COURIER = name_of_courier(10)
 

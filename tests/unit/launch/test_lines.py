@@ -19,8 +19,10 @@ from introduced import introduce
 from waiting import PATIENCE_S, until
 
 from mlflash.errors import DeadlineExceeded
+from mlflash.launch import handshake
+from mlflash.launch.handshake import Port
 from mlflash.launch.line_client import LineClient, Lost, Refused
-from mlflash.launch.lines import BadLine, Connection, Lines, Port, listener_at, pack
+from mlflash.launch.lines import BadLine, Connection, Lines, listener_at, pack
 
 TOKEN = "t" * 32
 messages = st.recursive(st.none() | st.booleans() | st.integers() | st.text(),
@@ -136,7 +138,7 @@ def test_who_does_not_prove_to_know_the_token_is_closed(echo: Echo, sent: bytes)
 async def _introduced(address: tuple[str, int], token: str) -> Connection:
     connection = Connection(lambda message: None, lambda why: None, 1 << 20)
     await asyncio.get_running_loop().create_connection(lambda: connection, *address)
-    await asyncio.wait_for(connection.introduce(token, who="me"), PATIENCE_S)
+    await asyncio.wait_for(handshake.introduce(connection, token, who="me"), PATIENCE_S)
     return connection
 
 

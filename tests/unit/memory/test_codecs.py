@@ -17,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlflash.channel.describe_ranks import Described, gather_ranks
 from mlflash.config import Config
-from mlflash.courier.describe_ranks import Described, gather_ranks
 from mlflash.drain import index
 from mlflash.drain.index import Card, Place, RankTable, Stored
 from mlflash.errors import CorruptSlot

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlflash.courier.describe_ranks import Described, gather_ranks
+from mlflash.channel.describe_ranks import Described, gather_ranks
 from mlflash.errors import StructureMismatch
 from mlflash.mpi.world import World
 from mlflash.placement.topology import this_node

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .. import commit, crash_points
+from .. import crash_points
+from ..channel.records import FoundInMemory, SaveRequest, Start, Started, Trainer
+from ..channel.wanted_parts import WantedPart
+from ..commit import commit
+from ..commit.certification import Saved
+from ..commit.start import make
 from ..config import Config
-from ..courier.records import FoundInMemory, SaveRequest, Start, Started, Trainer
-from ..courier.start import make
-from ..courier.state import Saved
-from ..courier.wanted_parts import WantedPart
 from ..drain import checkpoint_directory
 from ..drain.checkpoint_directory import Listed
 from ..drain.drain import Drain

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlflash")
 
-ENTRY = "mlflash.session.main:run"
+ENTRY = "mlflash.courier.main:run"
 """The entry point of a courier."""
 _AGENT_S = 60.0  # limit for the imports of an agent, which may come from a slow file system
 _ANNOUNCE_S = 10.0  # limit for the store to accept a message

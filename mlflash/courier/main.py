@@ -16,10 +16,10 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from ..channel.channel import Broken, Call, Channel, Reply
+from ..channel.records import SaveRequest
+from ..channel.wanted_parts import Landing
 from ..config import Config
-from ..courier.channel import Broken, Call, Channel, Reply
-from ..courier.records import SaveRequest
-from ..courier.wanted_parts import Landing
 from ..drain.drain import Drain
 from ..errors import Closed, MlflashError, SaveFailed, text_of
 from ..events import Event

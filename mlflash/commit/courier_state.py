@@ -6,16 +6,14 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 
+from ..channel.records import Trainer
 from ..config import Config
-from ..crash_points import reach
 from ..errors import MemoryTooSmall
-from ..memory import shared_memory_segment
 from ..memory.copy_threads import CopyThreads
 from ..memory.inventory import Inventory, Trace, of_headers
-from ..memory.memory_limits import available, headroom, other_files
 from ..memory.node_directory import NodeDirectory, file_number
-from ..memory.slot import Attempt, Kind, Slot, Use, Verdict
-from ..memory.slot_pool import SlotPool, assign, unmap
+from ..memory.slot import Attempt, Kind, Slot, Verdict
+from ..memory.slot_pool import SlotPool, assign
 from ..mpi.nonblocking import SendRate
 from ..mpi.world import World
 from ..placement.failure_domains import Domains
@@ -24,15 +22,13 @@ from ..protect import deduplication
 from ..protect.deduplication import Share, Shareable, SharingNews
 from ..protect.examiner import Examiner
 from ..protect.protection import Protection
-from ..protect.replicas import ReplicatedTensors
-from ..state.layout import PAGE_NBYTES, round_up
+from ..protect.replicated_tensors import ReplicatedTensors
 from ..telemetry.recorder import CourierRecorder
+from .certification import Certification
 from .choose_checkpoint import Choice, find_traces, take_stock
-from .records import Trainer
+from .slot_growth import grow_slots, needs_room
 
 log = logging.getLogger("mlflash")
-
-_FILES_NAMED = 3  # kinds of files of others that an error names
 
 
 @dataclasses.dataclass
@@ -222,11 +218,11 @@ class CourierState:
                 writable = (*waiting, *reserved)
                 usable = [(slot, n) for slot, n in wanted.values() if any(slot is other for other in writable)]
                 try:
-                    make_room(self.world, self.memory, usable)
+                    grow_slots(self.world, self.memory, usable)
                 except MemoryTooSmall:
                     if not self._give_way():
                         raise
-                    make_room(self.world, self.memory, usable)
+                    grow_slots(self.world, self.memory, usable)
         finally:
             self.tell_trainer()
             self.protection.open_windows(self.pool)
@@ -266,135 +262,3 @@ class CourierState:
 def losses_of(asked: Scheme, world: World) -> int:
     """How many nodes may be lost, limited by the number of nodes of the job."""
     return min(asked.losses, len(world.topology.node_names) - 1)
-
-
-# Makes room for slots: larger files, or an error before anything is allocated if the node lacks memory.
-
-
-def needs_room(slot: Slot, nbytes: int) -> bool:
-    """Whether a slot needs a larger file for ``nbytes``, or another one because somebody has removed its own."""
-    is_too_small = slot.view.nbytes < nbytes or slot.is_gone
-    return slot.use is not Use.HOLDS and not slot.drains and is_too_small and not slot.is_lent
-
-
-def make_room(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, int]]) -> None:
-    """Give slots larger files, or fail before anything is allocated if the node has no room for them.
-
-    Collective over the world. A slot that holds a committed step is left as it is. Raises MemoryTooSmall on all ranks,
-    with the numbers of the node that lacks memory.
-    """
-    todo = [(slot, round_up(nbytes, PAGE_NBYTES)) for slot, nbytes in demand if needs_room(slot, nbytes)]
-    asked = sum(nbytes - slot.view.nbytes for slot, nbytes in todo)
-    asked = asked if world.node is None else sum(world.gather(asked, world.node))
-
-    def look() -> None:
-        left = available(memory.path)
-        what, least = min(left.items(), key=lambda item: item[1])
-        spared = headroom(asked)
-        if todo and asked + spared > least:
-            raise MemoryTooSmall(
-                "the slots of this node do not fit into its memory: save less, use fewer ranks per node or a scheme "
-                "that needs less memory, or raise the limit named below (/dev/shm: mount -o remount,size=...; in a "
-                "container --shm-size; in a pod sizeLimit of its emptyDir)",
-                expected=f"{asked:,} bytes more for the slots of {world.local_size} ranks, and {spared:,} bytes to "
-                "spare",
-                found=f"{least:,} bytes: {what}" + _others(memory),
-            )
-
-    def create() -> None:
-        try:
-            for slot, nbytes in todo:
-                reach("room.begun")
-                old, slot.segment = slot.segment, None  # mapped until `grow` has checked that the file is still its own
-                unmap(slot)  # a free slot holds nothing that is still needed
-                if old is None:
-                    slot.segment = shared_memory_segment.create(memory, nbytes)
-                else:
-                    slot.segment = shared_memory_segment.grow(memory, old, nbytes)
-                reach("room.created")
-        finally:  # even if another rank found no room: the new files stay and will be used
-            shared_memory_segment.prefault_in_background([slot.segment for slot, _ in todo if slot.segment is not None])
-
-    world.on_all(look)
-    world.on_all(create)
-
-
-def _others(memory: NodeDirectory) -> str:
-    jobs = "".join(f"\n    {job}: {nbytes:,} bytes" for job, nbytes in memory.other_jobs().items())
-    files = "".join(f"\n    {kind}" for kind in other_files(memory.memory)[:_FILES_NAMED])
-    return (f"; other jobs of yours hold slots here (`mlflash clean JOB` frees those of a dead one):{jobs}" * bool(jobs)
-            + f"; this is not mlflash's (what a killed job has left may be deleted):{files}" * bool(files))  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """An attempt and its step."""
-
-    attempt: Attempt
-    step: int
-
-
-class Certification:
-    """Decides which attempts memory holds besides the newest, and when one is certified. Pure, alike on all ranks.
-
-    A step is certified when its own values passed their checks, training went on from it for enough steps, and nothing
-    saved in between was suspect. One step is on trial at a time. So memory must hold this one, the certified one, and
-    the newest. ``keeps``: a suspect step is dropped, not the one before.
-    """
-
-    def __init__(self, after: int, keeps: bool):
-        self._after, self._keeps = after, keeps
-        self.certified: Saved | None = None  # the newest certified attempt; None if there is none
-        self._newest: Saved | None = None
-        self._good: Saved | None = None  # the newest that is not suspect
-        self._tried: Saved | None = None
-        self.held: frozenset[Attempt] = frozenset()  # the attempts that no save may overwrite
-
-    def certified_attempt(self) -> Attempt | None:
-        return None if self.certified is None else self.certified.attempt
-
-    @property
-    def has_better(self) -> bool:
-        """Whether a suspect step is dropped, because there is a good one."""
-        return self._keeps and self._good is not None
-
-    def restored(self, saved: Saved, is_suspect: bool) -> None:
-        """Note the step that was restored. Training goes on from it."""
-        self._good = None if is_suspect else saved
-        self._newest, self._tried = saved, None
-        self._hold()
-
-    def committed(self, saved: Saved, is_suspect: bool) -> Saved | None:
-        """Note a commit. Return the attempt that may be certified now, if all its values pass a check."""
-        if is_suspect:
-            self._tried = None
-            self._newest = self._good if self.has_better else saved
-            self._hold()
-            return None
-        if self._after and self._tried is None and self._newest is not None and self._newest == self._good:
-            self._tried = self._newest
-        self._newest = self._good = saved
-        self._hold()
-        due = self._tried is not None and saved.step - self._tried.step >= self._after
-        return self._tried if due else None
-
-    def tried(self, is_good: bool) -> None:
-        if is_good:
-            self.certified = self._tried
-        self._tried = None
-        self._hold()
-
-    def mark(self, attempts: frozenset[Attempt], is_good: bool) -> None:
-        if is_good:
-            known = (self._newest, self._good, self._tried)
-            self.certified = next((saved for saved in known if saved and saved.attempt in attempts), self.certified)
-        else:
-            self._good, self._tried, self.certified = (
-                None if saved is None or saved.attempt in attempts else saved
-                for saved in (self._good, self._tried, self.certified)
-            )
-        self._hold()
-
-    def _hold(self) -> None:
-        every = (self._newest, self._tried, self.certified)
-        self.held = frozenset(saved.attempt for saved in every if saved is not None)

@@ -80,7 +80,7 @@ class TrainerContext:
 
 
 class Client:
-    """Calls methods of the session that a Checkpointer has in its courier: see `session.session.Session`.
+    """Calls methods of the session that a Checkpointer has in its courier: see `courier.session.Session`.
 
     Jobs belong to restart scopes: operations, such as a restore, that fail together if couriers are started anew in the
     middle of them. All ranks do the same operations in the same order and number them alike. When couriers end, the

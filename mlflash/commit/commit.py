@@ -20,12 +20,11 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Protocol
 
-from .courier.records import SaveRequest, Trainer
-from .courier.state import CourierState, Saved, needs_room
-from .crash_points import reach
-from .drain.queue import DrainQueue
-from .errors import (
+from ..channel.records import SaveRequest, Trainer
+from ..crash_points import reach
+from ..errors import (
     CorruptSlot,
     DeadlineExceeded,
     MlflashError,
@@ -34,13 +33,15 @@ from .errors import (
     SuspectState,
     text_of,
 )
-from .memory.own_slots import SlotFile
-from .memory.slot import Attempt, Header, Slot, Verdict
-from .protect.deduplication import Plan
-from .protect.examiner import Examination, Finding, Stored, in_words
-from .protect.transfer import Source
-from .save.stage import all_checks
-from .state.layout import Extents, Layout
+from ..memory.own_slots import SlotFile
+from ..memory.slot import Attempt, Header, Slot, Verdict
+from ..protect.deduplication import Plan, all_checks
+from ..protect.examiner import Examination, Finding, Stored, in_words
+from ..protect.transfer import Source
+from ..state.layout import Extents, Layout
+from .certification import Saved
+from .courier_state import CourierState
+from .slot_growth import needs_room
 
 log = logging.getLogger("mlflash")
 
@@ -408,7 +409,21 @@ class PhaseTimes:
         self.took["checksums"] = max(0.0, time.perf_counter() - self._since - self.took["transfer"])
 
 
-def bring_to_end(request: SaveRequest, trainer: Trainer, context: CourierState, drains: DrainQueue,
+class Drains(Protocol):
+    """What a commit asks and tells the drains of its Checkpointer (`drain.queue.DrainQueue`)."""
+
+    @property
+    def idle(self) -> bool: ...
+
+    @property
+    def asked(self) -> bool: ...
+
+    def certified(self, attempt: Attempt) -> None: ...
+
+    def committed(self, slot: Slot | None, share: Slot | None, asked: bool, idle: bool) -> None: ...
+
+
+def bring_to_end(request: SaveRequest, trainer: Trainer, context: CourierState, drains: Drains,
                  reprotect: Callable[[Slot], None], repair: Callable[[], None]) -> None:  # fmt: skip
     """Commit what a trainer has staged, or tell it why that failed, and raise it as MlflashError on all ranks.
 
@@ -453,7 +468,7 @@ def bring_to_end(request: SaveRequest, trainer: Trainer, context: CourierState, 
         recorder.seconds["protect and commit"] += time.perf_counter() - start
 
 
-def _committed(save: Save, context: CourierState, drains: DrainQueue) -> None:
+def _committed(save: Save, context: CourierState, drains: Drains) -> None:
     recorder = context.recorder
     if not save.is_given_up:
         context.unprotected = None  # a newer step has full redundancy

@@ -24,12 +24,13 @@ from ..placement.survival import too_close
 from ..protect import erasure_codes
 from ..protect.examiner import Examiner
 from ..protect.protection import Protection
-from ..protect.replicas import ReplicatedTensors
+from ..protect.replicated_tensors import ReplicatedTensors
 from ..telemetry.heartbeat import CourierHeartbeat, RankFacts
 from ..telemetry.recorder import CourierRecorder, EventLog, file_of_node
 from ..text import listed
+from .certification import Certification, Saved
 from .choose_checkpoint import look_at_earlier_runs
-from .state import Certification, CourierState, Saved, losses_of
+from .courier_state import CourierState, losses_of
 
 log = logging.getLogger("mlflash")
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mlflash.courier.state import Certification, Saved
+from mlflash.commit.certification import Certification, Saved
 from mlflash.memory.inventory import NEWEST, WantedStep
 from mlflash.memory.slot import Attempt, Verdict
 

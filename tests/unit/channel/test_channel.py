@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mlflash
-from mlflash.courier import channel
-from mlflash.courier.channel import Broken, Call, Channel, Reply
-from mlflash.courier.client import Client, TrainerContext
-from mlflash.courier.records import Trainer
+from mlflash.channel import channel
+from mlflash.channel.channel import Broken, Call, Channel, Reply
+from mlflash.channel.client import Client, TrainerContext
+from mlflash.channel.records import Trainer
+from mlflash.courier.session import Session
 from mlflash.errors import Closed, MlflashError
-from mlflash.session.session import Session
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=300),
