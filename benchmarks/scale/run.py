@@ -33,7 +33,7 @@ from bench.question import Question, parser_of
 from bench.rows import Row
 from wireup import Start
 
-from mlflash.commit.choose_checkpoint import choose
+from mlflash.commit.earlier_runs import choose
 from mlflash.memory.inventory import FOUND, Inventory, decode, encode, join
 from mlflash.memory.slot import Kind
 from mlflash.placement.failure_domains import from_lines

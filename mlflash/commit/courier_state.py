@@ -25,7 +25,7 @@ from ..protect.protection import Protection
 from ..protect.replicated_tensors import ReplicatedTensors
 from ..telemetry.recorder import CourierRecorder
 from .certification import Certification
-from .choose_checkpoint import Choice, find_traces, take_stock
+from .earlier_runs import Choice, find_traces, take_stock
 from .slot_growth import grow_slots, needs_room
 
 log = logging.getLogger("mlflash")

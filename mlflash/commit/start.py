@@ -29,8 +29,8 @@ from ..telemetry.heartbeat import CourierHeartbeat, RankFacts
 from ..telemetry.recorder import CourierRecorder, EventLog, file_of_node
 from ..text import listed
 from .certification import Certification, Saved
-from .choose_checkpoint import look_at_earlier_runs
 from .courier_state import CourierState, losses_of
+from .earlier_runs import look_at_earlier_runs
 
 log = logging.getLogger("mlflash")
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from ..commit.choose_checkpoint import Choice, choose
 from ..commit.courier_state import CourierState
+from ..commit.earlier_runs import Choice, choose
 from ..crash_points import reach
 from ..drain.checkpoint_directory import Listed, Listing, step_of
 from ..drain.drain import Drain

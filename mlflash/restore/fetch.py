@@ -24,8 +24,8 @@ import numpy as np
 import xxhash
 
 from ..channel.wanted_parts import WantedPart, items
-from ..commit.choose_checkpoint import Choice
 from ..commit.courier_state import CourierState
+from ..commit.earlier_runs import Choice
 from ..crash_points import reach
 from ..errors import CorruptSlot
 from ..memory.inventory import Inventory, Place

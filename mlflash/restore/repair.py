@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import xxhash
 
-from ..commit.choose_checkpoint import Choice, ParityGroup, choose
 from ..commit.courier_state import CourierState
+from ..commit.earlier_runs import Choice, ParityGroup, choose
 from ..crash_points import reach
 from ..errors import CorruptSlot, MlflashError
 from ..memory.inventory import Place

@@ -40,7 +40,6 @@ from ..state.flatten import Flattener, flatten_or_none
 from ..state.leaves import Flat
 from .copy_plan import copy_to_host
 from .deferred_copies import DeferredCopies
-from .lazy import LazySaves, Until
 from .snapshot import Snapshot
 from .stage import (
     NOTHING,
@@ -51,6 +50,7 @@ from .stage import (
     Staging,
     has_room,
 )
+from .until import LazySaves, Until
 
 log = logging.getLogger("mlflash")
 

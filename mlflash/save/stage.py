@@ -32,7 +32,7 @@ from ..state.layout import PAGE_NBYTES, Layout, plan
 from ..state.leaves import Flat, Leaf, Structure, from_bytes, live_bytes
 from .copy_plan import CopyPlan
 from .deferred_copies import DeferredCopies, SampledBytes, Work
-from .lazy import LazySaves, Until
+from .until import LazySaves, Until
 
 log = logging.getLogger("mlflash")
 

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from ..commit.choose_checkpoint import Choice, choose
+from ..commit.earlier_runs import Choice, choose
 from ..errors import ConfigError
 from ..memory.inventory import NEWEST, Inventory, WantedStep
 from ..memory.slot import Attempt, Header, Kind, Verdict

@@ -142,12 +142,12 @@ MUTANTS = [
     ),
     # Restore
     Mutant(
-        "inventory-of-this-node", "a rank chooses by the files of its own node", "commit/choose_checkpoint.py",
+        "inventory-of-this-node", "a rank chooses by the files of its own node", "commit/earlier_runs.py",
         "    packed = world.gather_nodes(encode(scan(memory, world.node_index)) if world.local_rank == 0 else None)\n",
         "    packed = [encode(scan(memory, world.node_index))]\n",
     ),
     Mutant(
-        "slot-missing", "an attempt is chosen that has no slot for some rank", "commit/choose_checkpoint.py",
+        "slot-missing", "an attempt is chosen that has no slot for some rank", "commit/earlier_runs.py",
         "    if missing - rebuilt.keys() or not", "    if not slots or not",
     ),
     Mutant(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.layouts import layout
 
-from mlflash.commit.choose_checkpoint import ParityGroup, choose
+from mlflash.commit.earlier_runs import ParityGroup, choose
 from mlflash.memory.inventory import FOUND, Inventory, WantedStep, encode, join
 from mlflash.memory.node_directory import file_name
 from mlflash.memory.slot import Attempt, Kind

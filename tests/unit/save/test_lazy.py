@@ -13,7 +13,7 @@ import torch
 from mlflash import Checkpointer
 from mlflash.errors import StateError
 from mlflash.save.deferred_copies import DeferredCopies, DeviceCopies
-from mlflash.save.lazy import HOOK, LazyLeaves
+from mlflash.save.until import HOOK, LazyLeaves
 from mlflash.state.flatten import Flattener
 
 DEADLINE = 60.0

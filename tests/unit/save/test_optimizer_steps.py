@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mlflash.save.deferred_copies import DeferredCopies
-from mlflash.save.lazy import HOOK, Steps
+from mlflash.save.until import HOOK, Steps
 
 DEADLINE = 60.0
 # All that torch has; each steps as it is made by default.
