@@ -117,7 +117,7 @@ def repairs(scheme: str) -> list[Kill]:
     def kill(point: str, rank: int, damage: tuple[Any, ...]) -> Kill:
         return Kill(f"repair.{point}", "wipe", OLD, rank, verbs=(*SAVE, damage, *SAVE))
 
-    return [kill("begun", 1, own), kill("repaired", 0, own), kill("copied", 1, other), kill("done", 1, other)]
+    return [kill("begun", 1, own), kill("blocks", 0, own), kill("copied", 1, other), kill("done", 1, other)]
 
 
 def drains(scheme: str) -> list[Kill]:
