@@ -6,8 +6,8 @@ Another user of a host may listen at a port that is known. Three messages do tha
 2. ``{"nonce", "proof"}``, from the port: an HMAC, by the token, of both nonces;
 3. ``{"proof", ...}``, to the port: another HMAC of the same, and what the process has to say first.
 
-Both cover the number of the port, so that nobody who listens at another one can pass them on. A connection that has
-proved nothing is a stranger. A port has only so many of them at a time, each only for so long, because whoever reaches
+Both cover the address and the port, so that nobody who listens elsewhere can pass them on. A connection that has proved
+nothing is a stranger. A port has only so many of them at a time, each only for so long, because whoever reaches
 a port can connect to it a thousand times and say nothing.
 
 Source: multiprocessing.connection of Python, which has such challenges, for threads.
@@ -30,20 +30,20 @@ _STRANGER_NBYTES = 1 << 12  # of the first message
 _NONCE_NBYTES = 16
 
 
-def proof(token: str, side: str, port: int, process_nonce: str, port_nonce: str) -> str:
+def proof(token: str, side: str, place: str, process_nonce: str, port_nonce: str) -> str:
     """What shows that one ``side`` of a connection, "port" or "process", knows the token.
 
     Args:
-        port: its number.
+        place: address and port, see `Connection.place`.
         process_nonce, port_nonce: what the process and the port have sent.
     """
-    text = "\0".join((side, str(port), process_nonce, port_nonce))
-    return hmac.new(token.encode(), text.encode(), "sha256").hexdigest()
+    text = "\0".join((side, place, process_nonce, port_nonce))
+    return hmac.new(token.encode(), text.encode(errors="surrogatepass"), "sha256").hexdigest()
 
 
-def _is_proof(given: object, token: str, side: str, port: int, process_nonce: str, port_nonce: str) -> bool:
-    expected = proof(token, side, port, process_nonce, port_nonce)
-    return isinstance(given, str) and hmac.compare_digest(given.encode(), expected.encode())
+def _is_proof(given: object, token: str, side: str, place: str, process_nonce: str, port_nonce: str) -> bool:
+    expected = proof(token, side, place, process_nonce, port_nonce)
+    return isinstance(given, str) and given.isascii() and hmac.compare_digest(given, expected)
 
 
 async def introduce(connection: Connection, token: str, **hello: Any) -> None:
@@ -54,14 +54,15 @@ async def introduce(connection: Connection, token: str, **hello: Any) -> None:
     """
     answers: asyncio.Queue[Any] = asyncio.Queue()
     lines, heard, lost = connection.lines, connection.heard, connection.lost
-    nonce, port, largest_nbytes = secrets.token_hex(_NONCE_NBYTES), connection.peer_port, lines.largest_nbytes
+    nonce, largest_nbytes = secrets.token_hex(_NONCE_NBYTES), lines.largest_nbytes
     connection.heard, connection.lost, lines.largest_nbytes = answers.put_nowait, answers.put_nowait, _STRANGER_NBYTES
-    connection.send({"nonce": nonce})
     try:
+        place = connection.place("peername")
+        connection.send({"nonce": nonce})
         match await answers.get():
-            case {"nonce": str(other), "proof": str(given)} if _is_proof(given, token, "port", port, nonce, other):
+            case {"nonce": str(other), "proof": str(given)} if _is_proof(given, token, "port", place, nonce, other):
                 connection.heard, connection.lost, lines.largest_nbytes = heard, lost, largest_nbytes
-                connection.send({"proof": proof(token, "process", port, nonce, other), **hello})
+                connection.send({"proof": proof(token, "process", place, nonce, other), **hello})
             case _:
                 connection.close("it does not know the token" if connection.is_open else connection.why)
     except BaseException:
@@ -119,15 +120,15 @@ class Port:
     def _challenge(self, stranger: Connection, hello: Any) -> None:
         match hello:
             case {"nonce": str(nonce)}:
-                own, port = secrets.token_hex(_NONCE_NBYTES), self.address[1]
+                own, place = secrets.token_hex(_NONCE_NBYTES), stranger.place("sockname")
                 stranger.heard = lambda message: self._meet(stranger, message, nonce, own)
-                stranger.send({"nonce": own, "proof": proof(self._token, "port", port, nonce, own)})
+                stranger.send({"nonce": own, "proof": proof(self._token, "port", place, nonce, own)})
             case _:
                 raise ValueError("no nonce")
 
     def _meet(self, stranger: Connection, hello: Any, nonce: str, own: str) -> None:
         given = hello["proof"] if isinstance(hello, dict) else ""
-        if not _is_proof(given, self._token, "process", self.address[1], nonce, own):
+        if not _is_proof(given, self._token, "process", stranger.place("sockname"), nonce, own):
             raise ValueError("it does not know the token")
         self._forget(stranger)
         stranger.lines.largest_nbytes = self._largest_nbytes

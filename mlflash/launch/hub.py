@@ -1,6 +1,6 @@
 """Where the nodes of a set of ranks meet: they agree on each epoch of their couriers here. It is in rank 0's agent.
 
-The agent of each node has one connection, whose first message has the token (`launch.lines`). Messages of agents:
+The agent of each node has one connection, whose ends prove that they know the token (`handshake`). Messages of agents:
 
 | message                                          | what happens                                                |
 |--------------------------------------------------|-------------------------------------------------------------|

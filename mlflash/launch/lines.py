@@ -74,12 +74,16 @@ class Connection(asyncio.Protocol):
         self._is_writable, self._is_ending = True, False
         self.is_open = True
 
-    @property
-    def peer_port(self) -> int:
-        """The port at the other end, over TCP, once the connection is made."""
+    def place(self, end: str) -> str:
+        """The address and the port of one end ("peername", "sockname") over TCP, once the connection is made.
+
+        Both ends see the same text. Raises ConnectionResetError: it has ended already.
+        """
         assert self._transport is not None
-        port: int = self._transport.get_extra_info("peername")[1]
-        return port
+        name = self._transport.get_extra_info(end)
+        if name is None:
+            raise ConnectionResetError("it was closed at once")
+        return f"{name[0].removeprefix('::ffff:').partition('%')[0]} {name[1]}"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""

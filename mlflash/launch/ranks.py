@@ -180,10 +180,13 @@ class Ranks:
         for number in _PASSED_ON:
             self._loop.add_signal_handler(number, self._pass_on, number)
         self._loop.add_signal_handler(signal.SIGHUP, self._lose, "its agent received SIGHUP")
-        await asyncio.wait_for(introduce(self._run, greeting["token"], host=greeting["host"]), _CONNECT_S)
-        tasks = [self._loop.create_task(work) for work in (self._watch(), self._keep_status())]
+        tasks: list[asyncio.Task[None]] = []
         try:
+            await asyncio.wait_for(introduce(self._run, greeting["token"], host=greeting["host"]), _CONNECT_S)
+            tasks = [self._loop.create_task(work) for work in (self._watch(), self._keep_status())]
             code = await self._over
+        except (OSError, asyncio.TimeoutError):  # `mlflash run` has ended meanwhile, or has another agent here
+            code = LOST
         finally:
             server.close()
             for task in tasks:

@@ -236,18 +236,20 @@ class Seat:
         while True:
             if world.departed is not None:
                 raise Departed(world.departed)
-            self._next = self._loop.create_future()
+            begun: asyncio.Future[Begun] = self._loop.create_future()
+            self._next = begun
             try:
                 await world.connected(end)
-                if not self._next.done():  # the loss of the hub before it was connected again
+                if not begun.done():  # the loss of the hub before it was connected again
                     world.tell("join", rank=self.rank, last=last, mine=mine)
                     self._has_joined = True
-                return await self._next
+                return await begun
             except HubLost:
                 if self._loop.time() >= end:
                     raise
             finally:
-                self._next = None
+                if self._next is begun:
+                    self._next = None
 
     def _fork(self, begun: Begun, channel: socket.socket, up_s: float) -> dict[str, Any]:
         cores = self._choose_cores()

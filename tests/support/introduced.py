@@ -1,4 +1,4 @@
-"""The two sides of an introduction by a token (`mlflash.launch.lines`), for plain sockets."""
+"""The two sides of an introduction by a token (`mlflash.launch.handshake`), for plain sockets."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ def introduce(sock: socket.socket, token: str, **hello: Any) -> None:
     """Say ``hello`` to the port at the other end."""
     sock.sendall(pack({"nonce": "mine"}))
     theirs = json.loads(_line(sock))["nonce"]
-    sock.sendall(pack({"proof": proof(token, "process", sock.getpeername()[1], "mine", theirs), **hello}))
+    sock.sendall(pack({"proof": proof(token, "process", _place(sock.getpeername()), "mine", theirs), **hello}))
 
 
 def meet(sock: socket.socket, token: str) -> Any:
     """Be the port, and return what the process at the other end says."""
-    its, port = json.loads(_line(sock))["nonce"], sock.getsockname()[1]
-    sock.sendall(pack({"nonce": "theirs", "proof": proof(token, "port", port, its, "theirs")}))
+    its, place = json.loads(_line(sock))["nonce"], _place(sock.getsockname())
+    sock.sendall(pack({"nonce": "theirs", "proof": proof(token, "port", place, its, "theirs")}))
     hello = json.loads(_line(sock))
-    assert hello.pop("proof") == proof(token, "process", port, its, "theirs")
+    assert hello.pop("proof") == proof(token, "process", place, its, "theirs")
     return hello
+
+
+def _place(name: Any) -> str:
+    return f"{name[0]} {name[1]}"
 
 
 def _line(sock: socket.socket) -> bytes:

@@ -149,7 +149,9 @@ def test_a_process_tells_whoever_does_not_know_its_token_nothing(echo: Echo) -> 
 
 
 @pytest.mark.parametrize("answer", [b"", b"\n", pack(7), pack({"nonce": "n"}), pack({"nonce": "n", "proof": 1}),
-                                    pack({"proof": "0" * 64}), pack({"nonce": [], "proof": "0" * 64})])  # fmt: skip
+                                    pack({"proof": "0" * 64}), pack({"nonce": [], "proof": "0" * 64}),
+                                    pack({"nonce": "\ud800", "proof": "x"}),
+                                    pack({"nonce": "n", "proof": "\ud800"})])  # fmt: skip
 def test_a_thief_at_a_known_port_learns_only_a_nonce(answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
         introduced = threads.submit(lambda: asyncio.run(_introduced(listener.getsockname(), TOKEN)))
@@ -163,8 +165,11 @@ def test_a_thief_at_a_known_port_learns_only_a_nonce(answer: bytes) -> None:
             introduced.result(PATIENCE_S)
 
 
-def test_proofs_that_somebody_passes_on_from_another_port_are_refused(echo: Echo) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"])
+def test_proofs_that_somebody_passes_on_from_elsewhere_are_refused(echo: Echo, address: str) -> None:
+    """``address``: with another port, or with the same port of another address of the host."""
+    at = (address, 0 if address == echo.port.address[0] else echo.port.address[1])
+    with socket.create_server(at) as listener, ThreadPoolExecutor(1) as threads:
         introduced = threads.submit(lambda: asyncio.run(_introduced(listener.getsockname(), TOKEN)))
         thief, _ = listener.accept()
         with thief, thief.makefile("rb") as heard, echo.connect() as port, port.makefile("rb") as answered:
@@ -174,6 +179,23 @@ def test_proofs_that_somebody_passes_on_from_another_port_are_refused(echo: Echo
         with pytest.raises(ConnectionRefusedError):
             introduced.result(PATIENCE_S)
     assert not echo.connections
+
+
+def test_a_connection_that_is_reset_at_once_is_a_connection_error() -> None:
+    connection = Connection(lambda message: None, lambda why: None, 1 << 20)
+
+    async def meet(address: tuple[str, int], listener: socket.socket) -> None:
+        sock = socket.create_connection(address)
+        stranger, _ = listener.accept()
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        stranger.close()  # with a reset
+        sock.setblocking(False)
+        await asyncio.get_running_loop().create_connection(lambda: connection, sock=sock)
+        await handshake.introduce(connection, TOKEN)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(ConnectionError):
+        asyncio.run(meet(listener.getsockname(), listener))
+    assert not connection.is_open
 
 
 def test_a_thousand_silent_strangers_keep_nobody_out() -> None:
