@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import LaunchFailed
-from ..launch.handshake import Port
+from ..launch.handshake import STRANGERS, Port
 from ..launch.interfaces import own_address
 from ..launch.lines import Connection, listener_at
 from ..launch.own_process import allow
@@ -259,6 +259,7 @@ class Agents:
             self._end_agents(starter)
         for start in list(self.starts) if connection is not None else ():
             start.host_lost(host, why)
+        self._guarded = "" if host == self._guarded else self._guarded  # its next agent must be told again
         self._choose_guard()
         node.pause_s = _PAUSE_S if connection is not None else min(2 * node.pause_s, _LONGEST_PAUSE_S)
         node.again = self.loop.call_later(node.pause_s, self._start_again, node)
@@ -268,7 +269,7 @@ class Agents:
             self._start_agents([node.name], is_again=True)
 
     async def _open(self) -> None:
-        self._port = Port(self.token, self._meet, LARGEST_NBYTES)
+        self._port = Port(self.token, self._meet, LARGEST_NBYTES, STRANGERS + len(self.hosts))
         await self._port.listen(listener_at(own_address(self.system.is_here, os.environ)))
         self.address = self._port.address
         self._greeting |= {"address": self.address, "token": self.token, "lost_s": self._lost_s}

@@ -112,8 +112,9 @@ class DeciderLink:
                 self._texts = {key: text for key, text in self._texts.items() if key[0] >= seat.round}
                 self._seat = seat
             case {"lost": int(number), "why": str(why)}:
-                self._why, self.heard_at, calls = why, time.monotonic(), list(self.on_lost)
-                self._over = number  # last: it is what others look at
+                self._why, self.heard_at = why, time.monotonic()
+                self._over = number  # after these: it is what others look at
+                calls = list(self.on_lost)
             case {"text": int(number), "what": str(what), "is": str(text)}:
                 self._texts[number, what] = text
             case _:

@@ -93,6 +93,8 @@ def _insist(question: Callable[[], T]) -> T:
 def _take_over(slurm: OnSlurm, host: str, options: RunOptions, run_log: RunLog) -> None:
     """Wind up. Then requeue the job, or cancel it if requeuing is not allowed."""
     why = f"node {host} died, on which mlflash run was running"
+    # Without a directory, memory is all that the job has when it starts again.
+    options = dataclasses.replace(options, keep_memory=options.keep_memory or not options.directory)
     with Agents(slurm) as agents:
         scavenged = wind_up(agents, Looks(agents, options.memory, options.job, 0, ""), options)
     try:

@@ -88,6 +88,8 @@ class Membership:
         """
         member = self.members[name]
         member.is_ready, self._in_vain = True, 0
+        if member.rank is not None and self._phase == "leaving":  # it has begun its program anew meanwhile
+            member.left = self.round
         if member.rank is not None and self._phase in ("starting", "seating"):
             self._give(member)
             for what, text in self._texts.items():

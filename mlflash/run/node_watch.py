@@ -156,12 +156,12 @@ class Looks:
     def heartbeats(self, run: str) -> list[Heartbeat]:
         return [one for said in self._said.values() for one in said["heartbeats"] if one["run"] == run]
 
-    def show_stacks(self, run: str) -> None:
+    def show_stacks(self, hosts: Sequence[str], run: str) -> None:
         """Make every rank of a start, and its courier, print the stacks of their threads."""
-        for host, said in self._said.items():
-            mine = [one for one in said["heartbeats"] if one["run"] == run]
-            pids = [one["pid"] for one in mine if one["alive"]]
-            pids += [one["courier_pid"] for one in mine if has_own_courier(one) and one["courier_alive"]]
+        for host in [host for host in hosts if host in self._said]:
+            heartbeats = [heartbeat for heartbeat in self._said[host]["heartbeats"] if heartbeat["run"] == run]
+            pids = [one["pid"] for one in heartbeats if one["alive"]]
+            pids += [one["courier_pid"] for one in heartbeats if has_own_courier(one) and one["courier_alive"]]
             if pids := [pid for pid in pids if pid]:  # 0: of another pid namespace
                 self._agents.ask([host], "stacks", LOOK_S, pids=pids)
         time.sleep(_STACKS_S)

@@ -24,7 +24,7 @@ class OnSsh(System):
     """See `launch_system.System`. ``shell``: ssh, or a program with the arguments of ssh."""
 
     def __init__(self, hosts: Sequence[str], shell: str = "ssh"):
-        self.hosts, self._shell = list(hosts), shell
+        self.hosts, self._shell = list(dict.fromkeys(hosts)), shell
         self._local = {"localhost", socket.gethostname()}
         self.is_here = set(hosts) <= self._local
         self.program = os.path.basename(shell)

@@ -86,6 +86,7 @@ class StartedRanks:
 
     Attributes:
         replaces: whether this object itself detects lost ranks and nodes and replaces them, so that the start goes on.
+        lost: nodes that were lost and not replaced, and why.
     """
 
     replaces = False
@@ -103,6 +104,7 @@ class StartedRanks:
                              "LOCAL_WORLD_SIZE": str(self._size // len(self._began_on))}  # fmt: skip
         self._living: dict[str, Member] = {}  # by name
         self._code = 0  # the first one that is not 0
+        self.lost: dict[str, str] = {}
         self._is_ending = self._has_begun = self._is_done = False
         self._over = Event()
         agents.loop.call_soon_threadsafe(self._enter)
@@ -153,12 +155,15 @@ class StartedRanks:
             await self._start_all()
         except NodeLost as error:
             self._fail(error.code, f"no rank on {error.host}: {error.message}")
+        except Exception as error:
+            self._fail(1, f"the ranks could not be started: {error!r}")
         finally:
             self._has_begun = True
             self._look_over()
 
     async def _start_all(self) -> None:
-        self._living = {member.name: member for member in self._members if member.code is None}
+        self._living |= {member.name: member for member in self._members if member.code is None}
+        self._has_begun = True  # if some starts are refused, the others are not cancelled, but answered and then ended
         await asyncio.gather(*map(self._start, self._living.values()))
 
     async def _start(self, member: Member) -> None:
@@ -208,6 +213,8 @@ class StartedRanks:
                 self._agents.printer.say(f"the ranks on {', '.join(left)} have not ended {_OTHERS_S:g} s later")
             for host in left:
                 self._agents.lose(host, "its ranks do not end")
+                self._forget(host)  # it may have had no agent
+            self._look_over()
 
     def _look_over(self) -> None:
         if self._has_begun and not self._living and self in self._agents.starts:
@@ -224,6 +231,7 @@ class StartedRanks:
     def host_lost(self, host: str, why: str) -> None:
         """Note that a node is lost, with all that ran there."""
         if self._forget(host):
+            self.lost[host] = why
             self._fail(LOST, f"{host} is lost: {why}")
         self._look_over()
 

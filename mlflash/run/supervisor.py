@@ -136,14 +136,16 @@ class Supervisor:
         before: tuple[str, ...] = ()
         nodes, least = self._options.nodes, self._options.least
         while (hosts := choose_nodes(before, self._fit(), nodes, least)) is not None:
+            if self.told:
+                break
             self._fetch(before, hosts)
             outcome = self._one_run(hosts)
             if not outcome.why:
                 return self._finish(0, "all ranks came to their end")
-            if self.told:
-                return self._finish(128 + self.told, f"ended by signal {self.told}")
             if outcome.unrestorable:
                 return self._leave(outcome.unrestorable)
+            if self.told:
+                break
             newest = self._looks.newest()
             self._say(f"start {self._restarts.done + 1} failed: {outcome.why}; newest checkpoint: {newest}")
             good = certified(outcome.heartbeats)
@@ -154,6 +156,8 @@ class Supervisor:
                 self._say(f"the next start goes back to step {good}, which is certified")
             self._pause(self._restarts.pause_s)
             before = outcome.hosts
+        if self.told:
+            return self._finish(128 + self.told, f"ended by signal {self.told}")
         why = f"fewer than {least or nodes} nodes are fit to train, of {listed(self._agents.hosts, _NAMED)}"
         return self._finish(1, why)
 
@@ -210,7 +214,8 @@ class Supervisor:
                 ask = lambda at: answers.put((at, *self._looks.ask(at)))  # noqa: E731
                 threading.Thread(target=ask, args=(hosts,), name="mlflash-look", daemon=True).start()
             time.sleep(_NAP_S)
-        return Outcome("" if code == 0 else f"exit code {code}", code, self._agents.system.gone(step.hosts))
+        lost = {**step.lost, **self._agents.system.gone(step.hosts)}
+        return Outcome("" if code == 0 else f"exit code {code}", code, lost)
 
     def _judge(self, step: StartedRanks, hosts: Sequence[str], watch: Watch) -> Outcome | None:
         """What the status of the nodes means for a run that goes on; None: it goes on."""
@@ -218,7 +223,7 @@ class Supervisor:
         if len(silent) == len(hosts):  # the fault is in Slurm or in the network of this node: nothing is known
             return None
         if watch.hangs():
-            self._looks.show_stacks(watch.run)
+            self._looks.show_stacks(hosts, watch.run)
             return Outcome(f"no rank has saved for {self._options.hang_timeout_s:g} s")
         dead = "" if step.replaces else watch.dead()
         return Outcome(dead, lost=dict.fromkeys(silent, "silent")) if dead else None

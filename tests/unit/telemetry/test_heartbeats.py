@@ -202,7 +202,7 @@ def test_a_courier_that_died_is_shown_as_such_and_is_no_dead_rank(
     looks = Looks(nodes, str(shm), "j", 0, "")  # type: ignore[arg-type]
     watch = Watch(looks, "r", ["a"], 4, 0)
     looks.look(["a"])
-    looks.show_stacks("r")
+    looks.show_stacks(["a"], "r")
     assert nodes.kills == [[os.getpid(), courier.pid]]
     assert watch.dead() == "" and "courier" not in caplog.text
     courier.kill()
@@ -217,7 +217,7 @@ def test_a_courier_that_died_is_shown_as_such_and_is_no_dead_rank(
         looks.look(["a"])
         assert watch.dead() == ""
     assert caplog.text.count(f"a: the courier of rank 1 (pid {courier.pid}) died, and its trainer goes on") == 1
-    looks.show_stacks("r")
+    looks.show_stacks(["a"], "r")
     assert nodes.kills[-1] == [os.getpid()]
 
 
@@ -234,7 +234,7 @@ def test_a_rank_in_a_container_of_its_own_is_not_called_dead_and_nobody_gets_its
     for _ in range(3):
         looks.look(["a"])
         assert watch.dead() == ""
-    looks.show_stacks("r")
+    looks.show_stacks(["a"], "r")
     assert nodes.kills == [], "its pid is that of another process here"
 
 
