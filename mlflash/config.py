@@ -155,7 +155,7 @@ class Config:
     )
     format: str = _setting("dcp", "format of drained checkpoints: `dcp` or `hdf5`", _one_of("dcp", "hdf5"))
     compression: str = _setting(
-        "", "compression of drained HDF5 files: `gzip`, `zstd`, `lz4`, ...", _one_of("", *COMPRESSIONS)
+        "", 'compression, with `format="hdf5"`: `gzip`, `zstd`, `lz4`, ...', _one_of("", *COMPRESSIONS)
     )
     provenance: str = _setting(
         "",

@@ -101,7 +101,7 @@ def _keys(
         plan = dcp_plans.Index.decode(index)
         objects = {key: blob[start:end] for key, (start, end) in plan.parts.items()}
         return dcp_plans.names_of(tree, entries), objects, dict.fromkeys(plan.names()) | plan.paths()
-    keys = keys_of(tree, entries)
+    keys = keys_of(tree, entries, root="state")
     names = {entries[number].name: key for key, number in keys.tensors.items()}
     return names, _extras(rank, home, content, keys), keys.paths
 

@@ -42,7 +42,7 @@ from .rank_input import DrainInput, FileDigest, FileFormat, Origin, RankContent,
 
 log = logging.getLogger("mlflash")
 
-_CHECKED_NBYTES = 4 * layout.BLOCK_NBYTES  # a checksum in a drained file covers so many bytes
+_CHECKED_BLOCKS = 4  # of a slot; a checksum in a drained file covers so many
 _CHUNK_NBYTES = 8 << 20  # bytes per write
 _LOOK_S = 0.2
 
@@ -122,7 +122,9 @@ class DrainRun:
             for rank, home in drain_input.homes.items():
                 entries = [home.manifest.entries[survey.digests[rank][digest]] for digest in common]
                 size = drain_input.world_size
-                self._write(rank, content_of(rank, home, entries, survey, sets, size, _CHECKED_NBYTES))
+                self._write(
+                    rank, content_of(rank, home, entries, survey, sets, size, _CHECKED_BLOCKS * layout.BLOCK_NBYTES)
+                )
 
         _, error = yield from collectives.in_turn(self.config.drain_writers, lambda: self._attempt(write))
         yield from collectives.raise_together(error)

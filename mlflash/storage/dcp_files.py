@@ -125,17 +125,24 @@ def metadata(files: Iterable[Contents], paths: Mapping[str, Path], ties: Mapping
         for key, place in zip(file.extras, places, strict=True):
             if key not in tensors:
                 stored.setdefault((key, None), (None, (file.name, *place)))
-    for key, tensor in tensors.items():
+    for key, tensor in list(tensors.items()):
         count, held = math.prod(tensor.size), sum(math.prod(shape) for _, shape in tensor.chunks)
-        if held != count:
+        if held != count and left_out is not None:
+            left_out[key] = "ranks have parts of different tensors under this name"
+            del tensors[key]
+        elif held != count:
             raise StructureMismatch("the files do not hold each element of this tensor once", tensor=key,
                                     expected=f"{count} elements", found=held)  # fmt: skip
     for key, other in (ties or {}).items():
-        tensors[key] = tensors[other]
-        for number, (offset, _) in enumerate(tensors[other].chunks):
-            stored[key, offset] = number, stored[other, offset][1]
-    if missing := [key for key in paths if key not in tensors and (key, None) not in stored]:
+        if other in tensors:
+            tensors[key] = tensors[other]
+            for number, (offset, _) in enumerate(tensors[other].chunks):
+                stored[key, offset] = number, stored[other, offset][1]
+    stored = {index: place for index, place in stored.items() if index[1] is None or index[0] in tensors}
+    missing = [key for key in paths if key not in tensors and (key, None) not in stored]
+    if missing and left_out is None:
         raise StructureMismatch("no file holds this part of the state", tensor=missing[0])
+    paths = {key: path for key, path in paths.items() if key not in missing}
     about: dict[str, Any] = {"checkpoint_id": None, "save_id": save_id, "load_id": None, "modules": []}
     return torch_pickles.pickled(_instance("Metadata", {
         "state_dict_metadata": {
@@ -170,6 +177,8 @@ class _Tensor:
 def _add_piece(piece: Entry, info: _Info, tensors: dict[str, _Tensor], stored: dict[_Index, tuple[int | None, _Info]]
                ) -> None:  # fmt: skip
     dtype = tensor_dtype(piece)
+    if (piece.name, None) in stored:
+        raise StructureMismatch("ranks have a tensor and something else under this name", tensor=piece.name)
     tensor = tensors.setdefault(piece.name, _Tensor(dtype, piece.global_shape))
     if (tensor.dtype, tensor.size) != (dtype, piece.global_shape):
         raise StructureMismatch("ranks have different tensors of this name", tensor=piece.name,
@@ -213,11 +222,16 @@ class Keys:
     paths: dict[str, Path] = dataclasses.field(default_factory=dict)  # key → where it is in the nested state
 
 
-def keys_of(tree: Tree, entries: Sequence[Entry]) -> Keys:
-    """Give each leaf the key of ``dcp.save``, or an exact path, see `paths`. Raises StateError without a dict."""
-    if inside(tree)[0] != "d":
+def keys_of(tree: Tree, entries: Sequence[Entry], root: str = "") -> Keys:
+    """Give each leaf the key of ``dcp.save``, or an exact path, see `paths`.
+
+    ``root``: the key of a state that is no dict; "": StateError is raised then.
+    """
+    if is_dict := inside(tree)[0] == "d":
+        root = ""
+    elif not root:
         raise StateError("a DCP checkpoint holds a dict: save the state as {'state': ...}")
-    parts = list(_visit(tree, (), entries))
+    parts = list(_visit(tree, () if is_dict else (root,), entries, () if is_dict else (repr(root),)))
     names = unique([(".".join(map(str, path)), ".".join(exact)) for path, exact, _ in parts])
     keys = Keys()
     for key, (path, _, part) in zip(names, parts, strict=True):

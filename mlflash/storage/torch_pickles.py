@@ -30,7 +30,7 @@ _STORAGES = {
 """The class of the storage of each dtype; tensors of other dtypes have an untyped storage, and name their dtype."""
 _ALIGNMENT = 64  # of a tensor's bytes in its archive
 _PADDING = struct.Struct("<2sH")  # the head of the extra field that pads a record, as PyTorch's has it
-_LARGEST_NBYTES = (1 << 32) - 1  # of a record without the extension for large files
+_LARGEST_NBYTES = (1 << 31) - 1  # of a record without the extension for large files, as zipfile has it
 
 
 class Global(NamedTuple):
@@ -176,7 +176,7 @@ def around_tensor(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
             record.file_size = record.compress_size = nbytes
             record.CRC = 0  # PyTorch checks none
             record.header_offset = archive.start_dir
-            is_large = nbytes >= _LARGEST_NBYTES
+            is_large = nbytes > _LARGEST_NBYTES
             unpadded = record.header_offset + len(record.FileHeader(is_large)) + _PADDING.size
             padding = -unpadded % _ALIGNMENT
             record.extra = _PADDING.pack(b"FB", padding) + b"Z" * padding
