@@ -181,7 +181,7 @@ def test_a_job_that_is_alive_is_looked_at_asked_and_not_scavenged(shm: Path, dir
     assert [r["report"]["counts"]["drained"] for r in result.of("end")] == [1] * 4
     assert "no process of job j is alive" in command(cluster, "drain", code=1)
     good = document(cluster, "verify", "-d", directory, ranks=2)
-    assert good["directory"][0]["files"] == 7 and not good["directory"][0]["damaged"]
+    assert good["directory"][0]["files"] == 12 and not good["directory"][0]["damaged"]
 
 
 def test_each_node_says_what_it_has_of_a_step(shm: Path) -> None:

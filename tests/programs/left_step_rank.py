@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from mlflash.adapters import exchangeable_group
+from mlflash.adapters import kept_groups
 from mlflash.adapters.kept_groups import BACKEND, ExchangeableGroup
 from mlflash.adapters.left_steps import forget_step
 
@@ -49,7 +49,7 @@ class Calls:
         def connections(group: ExchangeableGroup) -> dist.ProcessGroup:
             self.count += 1
             if self.count == self.lost_at and RANK == SIZE - 1:
-                exchangeable_group.drop_all()
+                kept_groups.drop_all()
             return found(group)  # type: ignore[no-any-return]
 
         ExchangeableGroup.connections = property(connections)  # type: ignore[assignment,method-assign]
@@ -138,7 +138,7 @@ def left_open() -> list[int]:
 
 def main() -> None:
     calls = Calls()
-    exchangeable_group.register()
+    kept_groups.register()
     store = dist.TCPStore("127.0.0.1", PORT, None, False, timeout=PATIENCE)
     dist.init_process_group(BACKEND, store=dist.PrefixStore("first", store), rank=RANK, world_size=SIZE)
     training = Training()
@@ -165,7 +165,7 @@ def main() -> None:
             raised.append(type(error).__name__)
         calls.lost_at = 0
         start = time.perf_counter()
-        exchangeable_group.exchange_all(dist.PrefixStore(f"without {number}", store), PATIENCE)
+        kept_groups.exchange_all(dist.PrefixStore(f"without {number}", store), PATIENCE)
         forget_step(training.model)
         training.put_back(before)
         took.append(time.perf_counter() - start)

@@ -412,7 +412,7 @@ def test_who_departs_is_told_if_nobody_hears_it_and_who_waits_hears_it_though_th
 
 
 def test_a_connection_for_a_courier_that_comes_too_late_is_closed(tmp_path: Path) -> None:
-    agent = start(tmp_path, "from mlflash.agent import seat\nseat._CHANNEL_S = 1.0\nrun = print\n", mpi=False)
+    agent = start(tmp_path, "from mlflash.launch import seat\nseat._CHANNEL_S = 1.0\nrun = print\n", mpi=False)
     with pytest.raises(AgentRefused, match="its connection for the courier has not come"):
         agent.ask("next", PATIENCE_S, channel=1, last=0, mine=["", "", []], within_s=PATIENCE_S, up_s=PATIENCE_S)
     with agent.channel(1) as late:

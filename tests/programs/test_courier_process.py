@@ -143,7 +143,7 @@ def test_a_courier_is_seen_beside_its_trainer_and_after_it(jobs: Jobs, shm: Path
     for record in ranks:
         os.kill(record["courier"], signal.SIGSTOP)  # as one that works on what its trainer has left
     try:
-        for record in ranks:  # alone: the end of a launch ends its doctor_couriers, too
+        for record in ranks:  # alone: the end of a launch ends its couriers, too
             os.kill(record["trainer"], signal.SIGKILL)
         until(lambda: words() >= {str(pid) for pid in pids}, "all that is left over")
         memories = [str(memory) for memory in shm.glob("node*")]

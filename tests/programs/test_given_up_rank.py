@@ -18,7 +18,7 @@ TRAIN = """
 import os, pathlib, signal, sys
 import numpy as np
 import mlflash
-from mlflash.courier import connection
+from mlflash.channel import connection
 from mlflash.launch.agent_client import AgentRefused
 from mlflash.launch.couriers import Couriers
 

@@ -49,38 +49,38 @@ class Mutant:
 MUTANTS = [
     # Commit
     Mutant(
-        "freed-before-agreed", "older slots are free as soon as a save is announced", "commit.py",
+        "freed-before-agreed", "older slots are free as soon as a save is announced", "commit/commit.py",
         '    reach("protect.announced")\n',
         '    reach("protect.announced")\n    context.pool.hold_only([])\n    context.tell_trainer()\n',
     ),
     Mutant(
-        "receipt-before-copies", "the receipt is written before the copies are made", "commit.py",
+        "receipt-before-copies", "the receipt is written before the copies are made", "commit/commit.py",
         "    whole = context.protection.protect(",
         "    _record(save, context, [save.slot])\n    whole = context.protection.protect(",
     ),
     Mutant(
-        "told-before-agreed", "the snapshot says committed when this rank is done", "commit.py",
+        "told-before-agreed", "the snapshot says committed when this rank is done", "commit/commit.py",
         '    reach("protect.sealed")\n',
         '    reach("protect.sealed")\n    save.trainer.ended(request.problem, False)\n',
     ),
     Mutant(
         "failure-counts-as-commit", "after a save that failed on all ranks, its slots are held and older ones freed",
-        "commit.py",
+        "commit/commit.py",
         "    committed = error is None and not save.skipped\n",
         "    committed = not save.skipped\n", {"special": frozenset({"grow"}), "no_space": 0.3},
     ),
     Mutant(
-        "failure-not-told", "a save that failed looks committed to the trainer", "commit.py",
+        "failure-not-told", "a save that failed looks committed to the trainer", "commit/commit.py",
         'were busy") if save.skipped else error\n',
         'were busy") if save.skipped else None\n',
     ),
     Mutant(
-        "skip-not-agreed", "a rank skips a save that others do not skip", "commit.py",
+        "skip-not-agreed", "a rank skips a save that others do not skip", "commit/commit.py",
         "    save.skipped = agreed.skips\n",
         "    save.skipped = save.request.skip\n",
     ),
     Mutant(
-        "room-not-agreed", "only ranks with too small slots make room", "commit.py",
+        "room-not-agreed", "only ranks with too small slots make room", "commit/commit.py",
         "    if agreed.grows and not agreed.skips:\n",
         "    if grow and not agreed.skips:\n",
     ),
@@ -133,7 +133,7 @@ MUTANTS = [
         "True, row * self.losses + nth))", "True, row * self.losses))",
     ),
     Mutant(
-        "heads-not-in-table", "the table of a parity file does not have its heads", "protect/protection.py",
+        "heads-not-in-table", "the table of a parity file does not have its heads", "protect/parity.py",
         "        table[:first] = target.check_blocks(extents, 0, first)\n", "",
     ),
     Mutant(
@@ -143,8 +143,8 @@ MUTANTS = [
     # Restore
     Mutant(
         "inventory-of-this-node", "a rank chooses by the files of its own node", "commit/earlier_runs.py",
-        "    packed = world.gather_nodes(encode(scan(memory, world.node_index)) if world.local_rank == 0 else None)\n",
-        "    packed = [encode(scan(memory, world.node_index))]\n",
+        "for packed in world.gather_nodes(own)])\n",
+        "for packed in [inventory.encode(inventory.scan(memory, world.node_index))]])\n",
     ),
     Mutant(
         "slot-missing", "an attempt is chosen that has no slot for some rank", "commit/earlier_runs.py",
@@ -167,7 +167,7 @@ MUTANTS = [
         "lost-is-never-was", "a committed step that cannot be restored counts as nothing", "restore/choose.py",
         "        if reasons or listing.problem:\n", "        if listing.problem:\n",
     ),
-    # Heal
+    # Reprotect
     Mutant(
         "reprotect-makes-nothing", "missing copies and parity are not made again", "restore/reprotect.py",
         "        protect_missing(context, home, lacking)\n        reach(", "        reach(",
@@ -189,11 +189,11 @@ MUTANTS = [
         "", {"special": frozenset({"lazy"})},
     ),
     Mutant(
-        "suspicion-not-agreed", "only the rank that finds suspect values knows of them", "commit.py",
+        "suspicion-not-agreed", "only the rank that finds suspect values knows of them", "commit/commit.py",
         "    save.is_suspect = not not_suspect\n", "    save.is_suspect = bool(findings)\n",
     ),
     Mutant(
-        "repair-not-agreed", "only the rank that has damage repairs first", "commit.py",
+        "repair-not-agreed", "only the rank that has damage repairs first", "commit/commit.py",
         "    if agreed.damaged and not save.is_restored:\n", "    if context.damaged and not save.is_restored:\n",
     ),
     Mutant(
