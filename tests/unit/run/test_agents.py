@@ -180,6 +180,17 @@ def test_what_cannot_be_started_is_said_with_the_host(
         start("a", "true")
 
 
+def test_ranks_that_cannot_be_started_end_at_once_and_cost_no_agent(start: Start, tmp_path: Path) -> None:
+    with Agents(OnSsh(["a"], str(tmp_path / "ssh"))) as launcher:
+        ranks = start_ranks(launcher, ["a"], 3, ["/no/such/program"], {})
+        assert ranks._over.wait(10.0) and ranks.poll() == 127, "an agent whose ranks do not end is lost after 15 s"
+        assert launcher.is_there("a")
+
+
+def test_a_host_that_is_named_twice_is_one_node() -> None:
+    assert OnSsh(["a", "b", "a"]).hosts == ["a", "b"]
+
+
 @pytest.mark.parametrize("told", ["the supervisor's", "the agent's"])
 def test_signals_reach_all_ranks(start: Start, tmp_path: Path, told: str) -> None:
     program = f"echo $PPID > {tmp_path}/agent-$RANK; exec {sys.executable} -Sc '{LISTENS}' {tmp_path}/said-"

@@ -70,8 +70,9 @@ def test_a_tensor_has_the_pickle_of_torch_save_and_loads(dtype: str, shape: tupl
         assert bytes(loaded.reshape(-1).view(torch.uint8).tolist()) == content
 
 
-def test_a_tensor_of_more_than_4_gib_loads(tmp_path: Path) -> None:
-    shape = (5 << 30,)
+@pytest.mark.parametrize("nbytes", [(1 << 31) - 1, 1 << 31, 3 << 30, (1 << 32) - 1, 5 << 30])
+def test_a_tensor_of_gigabytes_loads(tmp_path: Path, nbytes: int) -> None:
+    shape = (nbytes,)
     before, after = around_tensor("uint8", shape)
     with open(tmp_path / "large.pt", "wb") as file:
         file.write(before)
