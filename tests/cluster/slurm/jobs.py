@@ -66,6 +66,11 @@ class Job:
         """Send it a signal: to its steps; with ``--batch`` to the shell of its script, with ``--full`` to both."""
         self._slurm.run("scancel", f"--signal={name}", *options, self.id)
 
+    def cancel(self) -> None:
+        """Cancel it, and wait until it has ended."""
+        self._slurm.run("scancel", self.id)
+        self._slurm.wait(lambda: self._shown("its end"), lambda: self.state() in ENDED, PATIENCE_S)
+
     def _shown(self, what: str) -> str:
         details = " ".join(f"{key}={value}" for key, value in self.details().items())
         return f"job {self.id}: {what}\n{details}\n--- what it printed\n{self.output()[-5000:]}"
