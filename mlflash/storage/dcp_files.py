@@ -134,14 +134,16 @@ def metadata(files: Iterable[Contents], paths: Mapping[str, Path], ties: Mapping
             raise StructureMismatch("the files do not hold each element of this tensor once", tensor=key,
                                     expected=f"{count} elements", found=held)  # fmt: skip
     for key, other in (ties or {}).items():
-        if other in tensors:
-            tensors[key] = tensors[other]
-            for number, (offset, _) in enumerate(tensors[other].chunks):
-                stored[key, offset] = number, stored[other, offset][1]
+        if left_out is not None and other in left_out and other not in tensors:
+            left_out[key] = left_out[other]
+            continue
+        tensors[key] = tensors[other]
+        for number, (offset, _) in enumerate(tensors[other].chunks):
+            stored[key, offset] = number, stored[other, offset][1]
     stored = {index: place for index, place in stored.items() if index[1] is None or index[0] in tensors}
     missing = [key for key in paths if key not in tensors and (key, None) not in stored]
-    if missing and left_out is None:
-        raise StructureMismatch("no file holds this part of the state", tensor=missing[0])
+    if unknown := [key for key in missing if key not in (left_out or ())]:
+        raise StructureMismatch("no file holds this part of the state", tensor=unknown[0])
     paths = {key: path for key, path in paths.items() if key not in missing}
     about: dict[str, Any] = {"checkpoint_id": None, "save_id": save_id, "load_id": None, "modules": []}
     return torch_pickles.pickled(_instance("Metadata", {

@@ -68,3 +68,16 @@ def test_a_state_that_is_no_dict_is_drained_and_comes_back(shm: Path, tmp_path: 
     with Checkpointer(memory=str(shm), **options) as ckpt:
         step, state = ckpt.load()
     assert step == 7 and type(state) is type(made(7)) and repr(state) == repr(made(7))
+
+
+def test_what_no_file_holds_is_an_error_though_others_are_left_out() -> None:
+    with pytest.raises(StructureMismatch, match="no file holds this part of the state"):
+        described([file(0, [whole("x", 4)], [])], {"x": ("x",), "z": ("z",)}, {})
+
+
+def test_what_is_tied_to_something_that_is_left_out_is_left_out() -> None:
+    pieces = [[Entry("x", "tensor", dtype, (4,), at, (2,), 0, 8)] for dtype, at in HALF.items()]
+    left_out: dict[str, str] = {}
+    files, paths = [file(rank, piece, []) for rank, piece in enumerate(pieces)], {"x": ("x",), "tied": ("tied",)}
+    listed = pickle.load(io.BytesIO(metadata(files, paths, {"tied": "x"}, left_out=left_out)))
+    assert {*left_out} == {"x", "tied"} and not listed.state_dict_metadata and not listed.storage_data
