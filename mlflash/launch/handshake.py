@@ -121,14 +121,14 @@ class Port:
         match hello:
             case {"nonce": str(nonce)}:
                 own, place = secrets.token_hex(_NONCE_NBYTES), stranger.place("sockname")
-                stranger.heard = lambda message: self._meet(stranger, message, nonce, own)
+                stranger.heard = lambda message: self._meet(stranger, message, place, nonce, own)
                 stranger.send({"nonce": own, "proof": proof(self._token, "port", place, nonce, own)})
             case _:
                 raise ValueError("no nonce")
 
-    def _meet(self, stranger: Connection, hello: Any, nonce: str, own: str) -> None:
+    def _meet(self, stranger: Connection, hello: Any, place: str, nonce: str, own: str) -> None:
         given = hello["proof"] if isinstance(hello, dict) else ""
-        if not _is_proof(given, self._token, "process", stranger.place("sockname"), nonce, own):
+        if not _is_proof(given, self._token, "process", place, nonce, own):
             raise ValueError("it does not know the token")
         self._forget(stranger)
         stranger.lines.largest_nbytes = self._largest_nbytes

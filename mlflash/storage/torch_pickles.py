@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import itertools
 import math
 import os
@@ -194,14 +195,10 @@ def around_tensor(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
 
 def archive(pickle: bytes) -> bytes:
     """A file that `torch.load` reads, with a pickle that names no tensors."""
-    skeleton = FileWithHoles()
-    try:
-        with zipfile.ZipFile(skeleton.file, "w") as file:
-            _write(file, pickle)
-        fd = skeleton.file.fileno()
-        return os.pread(fd, os.fstat(fd).st_size, 0)
-    finally:
-        skeleton.close()
+    raw = io.BytesIO()
+    with zipfile.ZipFile(raw, "w") as file:
+        _write(file, pickle)
+    return raw.getvalue()
 
 
 def _write(file: zipfile.ZipFile, pickle: bytes) -> None:
