@@ -122,8 +122,7 @@ def run(save: Save, context: CourierState, committed_now: Callable[[], None] = l
     if committed:
         save.due = context.certification.committed(Saved(save.attempt, save.request.step), save.is_suspect)
         save.is_given_up = save.attempt not in context.certification.held
-    if taken := context.pool.leased(save.request.lease):
-        context.pool.release(save.attempt, taken, committed, context.certification.held)
+    context.pool.release(save.attempt, context.pool.leased(save.request.lease), committed, context.certification.held)
     try:
         if committed:
             reach("commit.released")

@@ -21,7 +21,7 @@ from ..errors import MlflashError
 from . import shared_memory_segment
 from .node_directory import NodeDirectory, file_name
 from .shared_memory_segment import Segment
-from .slot import Slot, Use, close_others, read_header
+from .slot import Slot, Use, close_others, read_header, remove_file
 
 log = logging.getLogger("mlflash")
 
@@ -165,7 +165,7 @@ class OwnSlots:
             for slot in [slot for _, slot in self._all() if slot.lease == number]:
                 if slot.segment is not None and slot.segment.is_written_to:
                     given_up.append(slot.inode)
-                    self._memory.remove(slot.name)
+                    remove_file(self._memory, slot)
                     self._quarantine(slot)
                 elif slot.segment is not None:
                     slot.segment.writers.clear()  # all copies are complete; they would keep the state in memory

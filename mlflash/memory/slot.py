@@ -232,11 +232,17 @@ def oldest_free(slots: Iterable[Slot]) -> Slot | None:
     return min((slot for slot in slots if slot.is_free), key=lambda slot: slot.generation, default=None)
 
 
+def remove_file(memory: NodeDirectory, slot: Slot) -> None:
+    """Delete the file of a slot, unless that was done already: another rank may have a new file of that name."""
+    if not slot.is_gone:
+        memory.remove(slot.name)
+
+
 def leave_behind(memory: NodeDirectory, slots: Iterable[Slot], may_leave: Callable[[Segment], bool]) -> Slot | None:
     """Leave the file of a slot to its views; the slot is free, and gets another file."""
     for slot in slots:
         if slot.use is Use.FREE and not slot.drains and slot.segment is not None and may_leave(slot.segment):
-            memory.remove(slot.name)
+            remove_file(memory, slot)
             slot.unmap()
             return slot
     return None

@@ -17,7 +17,7 @@ from . import shared_memory_segment
 from .inventory import Inventory
 from .node_directory import NodeDirectory, file_name, file_number
 from .own_slots import SlotFile, SlotId, named
-from .slot import Attempt, Kind, Slot, Use, close_others, leave_behind, oldest_free
+from .slot import Attempt, Kind, Slot, Use, close_others, leave_behind, oldest_free, remove_file
 
 log = logging.getLogger("mlflash")
 
@@ -172,7 +172,7 @@ class SlotPool:
         with self._taking:
             for slot in self.leased(number):
                 if slot.inode and slot.inode in given_up:
-                    self._memory.remove(slot.name)
+                    remove_file(self._memory, slot)
                     slot.unmap()
                 slot.lease, slot.use = 0, Use.FREE
 

@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 from mlflash import Checkpointer, errors
 from mlflash.save import queue
+from mlflash.save.deferred_copies import DeferredCopies
 from mlflash.state.flatten import flatten
 
 pytestmark = pytest.mark.mpi
@@ -262,6 +263,40 @@ def test_a_failed_save_writes_nothing_into_the_slot_that_the_next_one_gets(optio
         training.step()  # what was left of step 2 must not be copied by this
         good.wait()
         assert_restored(ckpt, 3, Training(), kept)
+
+
+@two
+def test_a_device_that_does_not_end_its_copies_on_one_rank_costs_this_save_and_none_after_it(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies of that rank's slot have begun to arrive on others, and theirs there, when it gives its own up."""
+    stuck: list[int] = []
+    finish, cancel = DeferredCopies.finish, DeferredCopies.cancel
+
+    def finish_or_fail(copies: DeferredCopies) -> None:
+        finish(copies)
+        if stuck:
+            copies.error = errors.StateError("a device did not finish its copies")
+
+    def cancel_or_time_out(copies: DeferredCopies) -> None:
+        cancel(copies)
+        if stuck:
+            raise errors.DeadlineExceeded("a copy did not finish")
+
+    monkeypatch.setattr(DeferredCopies, "finish", finish_or_fail)
+    monkeypatch.setattr(DeferredCopies, "cancel", cancel_or_time_out)
+    training = Training()
+    training.step()
+    with Checkpointer(**options) as ckpt:
+        for step in range(1, 6):
+            stuck[:] = [step] * (step == 3 and RANK == 0)
+            snapshot = ckpt.save(step, training.state, until=training.optimizer)
+            if step == 3:
+                with pytest.raises(errors.SaveFailed, match="did not finish its copies"):
+                    snapshot.wait()
+            else:
+                snapshot.wait()
+        assert ckpt.steps() == [4, 5]
 
 
 def test_a_restore_and_the_next_save_do_not_come_between(options: dict[str, Any]) -> None:

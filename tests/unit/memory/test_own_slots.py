@@ -283,6 +283,21 @@ def test_a_larger_file_may_have_the_number_on_disk_that_the_smaller_one_had(
             assert both.own.own[0].view.nbytes == pages * PAGE_NBYTES
 
 
+def test_a_file_that_both_ends_give_up_takes_no_new_file_of_its_name_with_it(both: Both) -> None:
+    both.grow(both.pool.own, PAGE_NBYTES)
+    save = both.take()
+    assert save is not None and save.pair[0].segment is not None
+    segment = save.pair[0].segment
+    both.devices.append(Device())
+    segment.writers.append(both.devices[0])
+    both.pool.end_lease(save.number, [segment.inode])
+    name, fd = both.memory.new_slot_name()  # of another rank
+    os.close(fd)
+    assert name == segment.name
+    both.own.ended(save)
+    assert name in both.memory.slot_names()
+
+
 class NothingFree:
     """A courier all of whose slots are in use."""
 
