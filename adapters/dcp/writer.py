@@ -27,7 +27,8 @@ from torch.futures import Future
 from mlflash import Checkpointer
 from mlflash.checkpointer.off import turned_off
 from mlflash.errors import MlflashError, SaveFailed, StateError
-from mlflash.save.stage import ReservedSave, StagedState
+from mlflash.save.save_queue import ReservedSave
+from mlflash.save.stage import StagedState
 from mlflash.state.leaves import Flat
 from mlflash.storage.dcp_files import pickled
 from mlflash.storage.dcp_plans import Key

@@ -3,7 +3,7 @@
 A frame is its length in eight bytes and a pickle of a `Call` or a `Reply`. Both ends are processes of one user and one
 installation, and the channel is a socketpair that the courier was forked with, so a pickle is as safe as the fork.
 Which methods there are is said by the classes at both ends: `session.Session` in the courier; `client.Client`,
-`client.TrainerContext` and the trainer's part of a save (`records.Trainer`) in the trainer.
+`client.TrainerState` and the trainer's part of a save (`records.Trainer`) in the trainer.
 
 A long tuple, such as the layout of a state, travels once: later frames refer to it. Both ends keep the last `_KEPT`.
 """
@@ -75,7 +75,7 @@ class PendingCall:
         on_late, on_refused: called when its deadline has passed; if no courier will do it.
         is_kept: whether the next courier gets it, or does it again, if this one ends.
         scope: the restart scope that a job belongs to, see `Client`; 0: none.
-        was_staged: whether the slots of a save were filled when its courier ended.
+        was_filled: whether the slots of a save were filled when its courier ended.
         sent, woken: set when the courier has it; when it has ended, or is late.
     """
 
@@ -86,7 +86,7 @@ class PendingCall:
         self.on_late: Callable[[DeadlineExceeded], None] | None = None
         self.on_refused: Callable[[MlflashError], None] | None = None
         self.scope = 0
-        self.is_sent = self.was_staged = False
+        self.is_sent = self.was_filled = False
         self.sent, self.woken = Event(), Event()
         self.result: Any = None
         self.error: MlflashError | None = None
@@ -118,7 +118,7 @@ class PendingCall:
         self.woken.set()
 
 
-class _Kept(dict[int, tuple[Any, ...]]):
+class _LongTuples(dict[int, tuple[Any, ...]]):
     """The last long tuples that one end has sent or received, by number."""
 
     def number_of(self, value: tuple[Any, ...]) -> int | None:
@@ -130,7 +130,7 @@ class _Kept(dict[int, tuple[Any, ...]]):
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, sent: _Kept):
+    def __init__(self, file: io.BytesIO, sent: _LongTuples):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._sent = sent
 
@@ -145,7 +145,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, received: _Kept):
+    def __init__(self, file: io.BytesIO, received: _LongTuples):
         super().__init__(file)
         self._received = received
 
@@ -173,7 +173,7 @@ class Channel:
     def __init__(self, sock: socket.socket):
         self.sock, self.descriptors = sock, deque[int]()
         self._sending = threading.Lock()
-        self._sent, self._received = _Kept(), _Kept()
+        self._sent, self._received = _LongTuples(), _LongTuples()
         self._bytes = bytearray()
 
     def send(self, frame: Call | Reply, descriptors: Sequence[int] = ()) -> None:
@@ -188,8 +188,8 @@ class Channel:
                 if isinstance(frame, Call):
                     raise
                 packed = self._pack(frame._replace(result=None, error=error))
-            begun = socket.send_fds(self.sock, [packed], [*descriptors]) if descriptors else 0
-            self.sock.sendall(packed[begun:])
+            sent_nbytes = socket.send_fds(self.sock, [packed], [*descriptors]) if descriptors else 0
+            self.sock.sendall(packed[sent_nbytes:])
 
     def _pack(self, frame: Call | Reply) -> memoryview:
         file, before = io.BytesIO(), dict(self._sent)
@@ -197,7 +197,7 @@ class Channel:
         try:
             _Pickler(file, self._sent).dump(frame)
         except Exception as error:  # such as a value of the user's that no pickle can hold
-            self._sent = _Kept(before)
+            self._sent = _LongTuples(before)
             raise MlflashError(f"a message between trainer and courier cannot be sent: {text_of(error)}") from error
         packed = file.getbuffer()
         packed[:_LENGTH_NBYTES] = (len(packed) - _LENGTH_NBYTES).to_bytes(_LENGTH_NBYTES, "big")

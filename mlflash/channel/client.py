@@ -43,12 +43,12 @@ FORKED = (
 _ANEW = "the couriers of this run were started anew during this call"
 _ANSWER_S = 10.0  # limit for answers outside of jobs, and for an error after its deadline
 _CLOSE_S = 3.0  # limit to close a session that is abandoned or has no courier any more
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _WATCH_S = 1.0  # time between two looks for a job that is late
 
 
 @dataclasses.dataclass
-class TrainerContext:
+class TrainerState:
     """What saving and restoring work with in the trainer."""
 
     config: Config
@@ -104,9 +104,9 @@ class Client:
         self.is_closed = self._is_down = self._is_unused = False
         self._free: PendingCall | None = None  # the last job of a session
         self._is_freed = False  # freed on all ranks: if a courier ends now, nothing is lost
-        self._left_at: int | None = None  # the newest step whose save has ended
+        self._ended_step: int | None = None  # the newest step whose save has ended
         self._generation = 0  # generation of the newest attempt that has ended
-        self.trainer: TrainerContext | None = None
+        self.trainer: TrainerState | None = None
         self._has_trainer = Event()
         self.start: Start | None = None
         self._starting: PendingCall | None = None  # the job that introduces it for the first time
@@ -120,8 +120,8 @@ class Client:
         self.ranks, self._before = ranks, connection.add(self.number, self, ranks)
         self._name = f"{zlib.crc32(repr(ranks).encode()):08x}-{self._before}"  # the same on all ranks
         self._over = Event()
-        threading.Thread(target=self._answer, name="mlflash-courier", daemon=True).start()
-        threading.Thread(target=self._watch, name="mlflash-deadline", daemon=True).start()
+        threading.Thread(target=self._answer, name="mlflash-answers", daemon=True).start()
+        threading.Thread(target=self._watch, name="mlflash-late-jobs", daemon=True).start()
 
     def _opened(self) -> PendingCall:
         args = (__version__, log.getEffectiveLevel(), self._config, self.ranks, self._before)
@@ -139,7 +139,7 @@ class Client:
         started: Started = self._result_of(job)
         return started
 
-    def attach(self, trainer: TrainerContext, drain_moved: Callable[[int, Mapping[str, Any]], None],
+    def attach(self, trainer: TrainerState, drain_moved: Callable[[int, Mapping[str, Any]], None],
                drains_lost: Callable[[], None]) -> None:  # fmt: skip
         """Set what the courier updates: it tells how far a drain is, by its number; or that it has ended."""
         self.drain_moved, self._drains_lost = drain_moved, drains_lost
@@ -224,7 +224,7 @@ class Client:
         if self.broken is not None:
             self._refuse(job)
         end = time.monotonic() + self._config.timeout_s + _ANSWER_S
-        while not job.woken.wait(_LOOK_S):
+        while not job.woken.wait(_POLL_S):
             if time.monotonic() > end and self.is_stuck:
                 break  # otherwise an earlier job is running, with its own deadline
         if job.error is not None:
@@ -248,7 +248,7 @@ class Client:
             send(call)
             end = time.monotonic() + timeout_s
             self._connection.check()
-            while not call.woken.wait(_LOOK_S):
+            while not call.woken.wait(_POLL_S):
                 self._connection.check()
                 if time.monotonic() > end:
                     raise DeadlineExceeded(f"the courier of this rank did not answer for {timeout_s:g} s")
@@ -371,7 +371,7 @@ class Client:
             job.on_refused(reply.error)
         self.late = None
         if job.method == "commit":
-            self._left_at = job.answers.request.step
+            self._ended_step = job.answers.request.step
             self._generation = self._generation if reply.error is not None else reply.result
         if reply.error is None and job is self._free:
             self._note_freed()
@@ -451,7 +451,7 @@ class Client:
             return
         idle, end = Event(), time.monotonic() + self._config.timeout_s
         self._frames.put(idle)
-        while not idle.wait(_LOOK_S):
+        while not idle.wait(_POLL_S):
             if self.is_closed:
                 return
             if time.monotonic() > end:
@@ -472,7 +472,7 @@ class Client:
             return
         with contextlib.suppress(DeadlineExceeded):  # a device still writes: no save gets that file
             job.answers.cancel_deferred()
-        job.was_staged = request.problem is None
+        job.was_filled = request.problem is None
         request.fail(SaveFailed("its courier has ended", step=request.step))
         self.trainer.slots.forget(lambda taker: taker is request)
 
@@ -494,12 +494,12 @@ class Client:
             self._ask(self._connection.send_first, "tell_doing", ("",), self._config.timeout_s)
             return
         end = time.monotonic() + self._config.timeout_s
-        while not self._has_trainer.wait(_LOOK_S):  # its constructor makes that
+        while not self._has_trainer.wait(_POLL_S):  # its constructor makes that
             if self.is_closed or time.monotonic() > end:
                 return
         assert self.trainer is not None
         start = dataclasses.replace(
-            self.start, left_at=self._left_at, interrupted=self._interrupted_scope, goes_on=True
+            self.start, ended_step=self._ended_step, interrupted=self._interrupted_scope, goes_on=True
         )
         for method, args in (("start", (start,)), ("protect_left", ())):
             job = self.job(method, *args)
@@ -526,10 +526,10 @@ class Client:
     def _find_committed(self, step: int | None, generation: int) -> None:
         """Complete a save that was committed when its courier ended, so that the courier could not report it."""
         for job in list(self._jobs.values()):
-            is_there = job.was_staged and job.answers.request.step == step
+            is_there = job.was_filled and job.answers.request.step == step
             if is_there and generation > self._generation:
                 self._jobs.pop(job.number)
-                self._left_at = step
+                self._ended_step = step
                 job.answers.ended(None)
                 job.woken.set()
         self._generation = max(self._generation, generation)

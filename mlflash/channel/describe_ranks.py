@@ -26,7 +26,7 @@ from .ranks import Collectives
 _MOST = int(np.iinfo(np.int64).max)
 
 Steps = Generator[tuple[str, Any], Any, "Gathered"]
-"""The agreements needed, each ``("gather", value)`` or ``("agree", numbers)``; the generator is sent the answers."""
+"""The agreements needed, each ``("gather", value)`` or ``("least_of", numbers)``; the generator is sent the answers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _compared(structures: Sequence[RankStructure], own: Mapping[int, Described]
         values = np.array(checks, dtype=np.uint64).view(np.int64)
         np.minimum.at(low, at, values)
         np.minimum.at(high, at, ~values)
-    agreed = np.array((yield "agree", [*low.tolist(), *high.tolist()]), dtype=np.int64).reshape(2, -1)
+    agreed = np.array((yield "least_of", [*low.tolist(), *high.tolist()]), dtype=np.int64).reshape(2, -1)
     pairs = list(zip(agreed[0].tolist(), (~agreed[1]).tolist(), strict=True))
     return tuple({key: pairs[at] for key, at in of.items() if pairs[at][0] <= pairs[at][1]}
                  for of in (of_name, of_path))  # type: ignore[return-value]  # fmt: skip

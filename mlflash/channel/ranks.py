@@ -33,14 +33,6 @@ class Ranks(Agreement):
         self.rank, self.size, self.topology = rank, len(topology.node_of), topology
         self.torch_group = torch_group
 
-    @property
-    def node_index(self) -> int:
-        return self.topology.node_of[self.rank]
-
-    @property
-    def node_name(self) -> str:
-        return self.topology.name_of(self.rank)
-
     def from_torch(self, ranks: Iterable[int]) -> tuple[int, ...]:
         return from_torch(ranks, self.torch_group)
 
@@ -84,12 +76,12 @@ class Ranks(Agreement):
     ) -> tuple[T, list[int]]:  # fmt: skip
         """Like `together`, and take the minimum of ``count`` numbers that follow from the result. Collective."""
 
-        def agree(results: list[T], error: MlflashError | None) -> list[int]:
+        def meet(results: list[T], error: MlflashError | None) -> list[int]:
             own = [0] * count if error is not None else values(results[0])
             least: list[int] = self._courier.call("least_or_raise", tuple(own), error)
             return least
 
-        return self._together(work, foreign, step, agree)
+        return self._together(work, foreign, step, meet)
 
     def together_then(self, work: Callable[[], object], foreign: Callable[[str], MlflashError], method: str) -> Any:
         """Like `together`, and let the courier do a job with the result if no rank has an error. Collective."""
@@ -97,28 +89,28 @@ class Ranks(Agreement):
         return self._together(work, foreign, None, then)[1]
 
     def _together(self, work: Callable[[], T], foreign: Callable[[str], MlflashError], step: int | None,
-                  agree: Callable[[list[T], MlflashError | None], U]) -> tuple[T, U]:  # fmt: skip
+                  meet: Callable[[list[T], MlflashError | None], U]) -> tuple[T, U]:  # fmt: skip
         results: list[T] = []
         error: MlflashError | None = None
-        left: BaseException | None = None
+        interruption: BaseException | None = None
         try:
             results.append(work())
         except MlflashError as problem:
             error = problem
         except BaseException as problem:
-            left = None if isinstance(problem, Exception) else problem
+            interruption = None if isinstance(problem, Exception) else problem
             error = foreign(text_of(problem))
             error.__cause__ = problem
         if error is not None:
             error.rank, error.node = self.rank, self.node_name
             error.step = error.step if step is None else step
         try:
-            agreed = agree(results, error)
+            agreed = meet(results, error)
         except DeadlineExceeded as late:  # the others still work, or have waited for this rank inside it
             raise late from error
         finally:
-            if left is not None:
-                raise left
+            if interruption is not None:
+                raise interruption
         return results[0], agreed
 
     def on_all(self, work: Callable[[], T]) -> T:

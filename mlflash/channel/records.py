@@ -25,8 +25,8 @@ class Start:
             None: the user has not said so.
         domains: the failure domains; see `failure_domains.from_argument`.
         name: of this trainer; see `heartbeat.RankFacts`.
-        left_at: if an earlier courier has died: the newest step whose save had ended on this rank; None: no courier has
-            died, or no save has ended.
+        ended_step: if an earlier courier has died: the newest step whose save had ended on this rank; None: no courier
+            has died, or no save has ended.
         interrupted: the newest restart scope that this rank was in when that courier died, see `Client`; 0: none.
         goes_on: whether an earlier courier has died, and training goes on.
     """
@@ -35,7 +35,7 @@ class Start:
     replicas: tuple[Sequence[int], Sequence[str]] | None
     domains: Any
     name: str
-    left_at: int | None = None
+    ended_step: int | None = None
     interrupted: int = 0
     goes_on: bool = False
 
@@ -77,8 +77,8 @@ class SaveRequest:
     """One save, as the trainer has staged it or failed to.
 
     Attributes:
-        problem: why this rank cannot take part; then it only sends a failed receipt. It is set from the start, so that
-            a save does not look staged if an exception ends it before.
+        problem: why this rank cannot take part; then it only says so. It is set from the start, so that a save that an
+            exception ends does not count as staged.
         skip: whether this rank's slots are busy and all ranks must skip the save.
         lease: of the own slots that the state is staged into; 0: none.
         inode: of the file of the staged slot; 0: it is not staged yet.

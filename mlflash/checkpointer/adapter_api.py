@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..channel.client import TrainerContext, restart_scope
+from ..channel.client import TrainerState, restart_scope
 from ..channel.ranks import Ranks
 from ..channel.wanted_parts import WantedPart
 from ..drain.drain import Drains
@@ -20,9 +20,9 @@ from ..errors import MlflashError, SaveFailed, StateError, StepOrderError, Unres
 from ..framework_files.staged import BackgroundFiles
 from ..restore.load import Loading, Restores
 from ..restore.open_in_memory import OpenCheckpoint
-from ..save.queue import SaveQueue
+from ..save.save_queue import ReservedSave, SaveQueue
 from ..save.snapshot import Snapshot
-from ..save.stage import ReservedSave, StagedState
+from ..save.stage import StagedState
 from ..state.leaves import Flat
 
 log = logging.getLogger("mlflash")
@@ -141,7 +141,7 @@ def _without_checksums() -> Iterator[bool]:
 class AdapterAPI:
     """The methods of a Checkpointer that adapters use: `Checkpointer.adapting`."""
 
-    def __init__(self, trainer: TrainerContext, saves: SaveQueue, restores: Restores, drains: Drains,
+    def __init__(self, trainer: TrainerState, saves: SaveQueue, restores: Restores, drains: Drains,
                  check_open: Callable[[], None]):  # fmt: skip
         self._saves, self._restores, self._drains, self._check_open = saves, restores, drains, check_open
         self.ranks, self._courier, self._config = trainer.ranks, trainer.courier, trainer.config

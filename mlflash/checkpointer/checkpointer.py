@@ -16,8 +16,7 @@ from typing import Any
 
 from .. import config
 from ..channel import connection
-from ..channel.client import FORKED, Client, TrainerContext, restart_scope
-from ..channel.loaded_versions import loaded_versions, not_run_with
+from ..channel.client import FORKED, Client, TrainerState, restart_scope
 from ..channel.ranks import Ranks, check_torch_rank, replicas_of, some_ranks
 from ..channel.records import Start, Started
 from ..config import Config
@@ -28,12 +27,13 @@ from ..memory.inventory import WantedStep
 from ..memory.node_directory import NodeDirectory, jobs_of
 from ..memory.own_slots import OwnSlots
 from ..restore.load import Restores
-from ..save.queue import SaveQueue
+from ..save.save_queue import SaveQueue
 from ..save.snapshot import Snapshot
 from ..state.manifest import provenance_of
 from ..telemetry.heartbeat import RankFacts, TrainerHeartbeat, read_heartbeats
 from ..telemetry.prometheus_metrics import Metrics
 from ..telemetry.recorder import EventLog, TrainerRecorder, file_of_node
+from ..version import loaded_versions, not_run_with
 from . import off, process_end
 from .adapter_api import AdapterAPI
 
@@ -81,7 +81,7 @@ class Checkpointer:
     """
 
     adapting: AdapterAPI
-    _trainer: TrainerContext
+    _trainer: TrainerState
     _courier: Client
     _drains: Drains
     _saves: SaveQueue
@@ -491,7 +491,7 @@ Checkpointer.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _connect(settings: Config, comm: Any, process_group: Any, replicated: Any, domains: Any
-             ) -> tuple[TrainerContext, Drains, Started]:  # fmt: skip
+             ) -> tuple[TrainerState, Drains, Started]:  # fmt: skip
     """Start a rank's courier, connect the ranks, and make what saving and restoring work with.
 
     Collective, with the arguments and exceptions of `Checkpointer`.
@@ -538,7 +538,7 @@ def _start(rank: int, size: int, group: Any, process_group: Any, replicated: Any
 
 
 def _trainer(settings: Config, courier: Client, process_group: Any, memory: NodeDirectory, start: Start,
-             started: Started) -> TrainerContext:  # fmt: skip
+             started: Started) -> TrainerState:  # fmt: skip
     """Make what saving and restoring work with."""
     ranks = Ranks(courier, started.rank, started.topology, settings.timeout_s, process_group)
     slots = OwnSlots(memory, started.slots, courier)
@@ -546,7 +546,7 @@ def _trainer(settings: Config, courier: Client, process_group: Any, memory: Node
     recorder = _recorder(settings, ranks, memory, start.name, started)
     threads = CopyThreads(started.copy_threads)
     provenance = provenance_of(loaded_versions(), settings.provenance)
-    return TrainerContext(settings, courier, ranks, memory, slots, threads, recorder, provenance, started.sharing)
+    return TrainerState(settings, courier, ranks, memory, slots, threads, recorder, provenance, started.sharing)
 
 
 def _recorder(settings: Config, ranks: Ranks, memory: NodeDirectory, start: str, started: Started) -> TrainerRecorder:

@@ -1,10 +1,23 @@
-"""Which steps are certified, and which attempts memory therefore holds in addition to the newest."""
+"""The values of saves: what is suspect, which steps are certified, and which attempts memory holds therefore."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from ..memory.slot import Attempt
+from ..errors import CorruptSlot
+from ..memory.slot import Attempt, Slot, Verdict
+from ..protect.deduplication import Plan
+from ..protect.examiner import Examination, Finding, Stored, in_words
+from ..state.layout import Extents, Layout
+
+if TYPE_CHECKING:
+    from .courier_state import CourierState
+
+log = logging.getLogger("mlflash")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,3 +92,83 @@ class Certification:
     def _hold(self) -> None:
         every = (self._newest, self._tried, self.certified)
         self.held = frozenset(saved.attempt for saved in every if saved is not None)
+
+
+# Checks of values: some of them while the checksums of a save are made, and all before a step is certified
+
+
+class ValueChecks:
+    """The value checks of one save on this rank."""
+
+    def __init__(self, state: CourierState, generation: int):
+        self._examiner, self._generation = state.examiner, generation
+        self._examinations: list[Examination] = []
+
+    def of_slot(self, plan: Plan, slot: Slot) -> Callable[[int], None]:
+        """Return a function that is told up to which block the slot has checksums."""
+        layout = plan.layout
+        return self._begin(slot, layout.extents, (layout, "slot"), functools.partial(_in_slot, layout))
+
+    def of_share(self, plan: Plan, share: Slot) -> Callable[[int], None]:
+        """The same for this rank's share of what several ranks hold alike."""
+        return self._begin(share, plan.share_extents, (plan.layout, "share"), functools.partial(_in_share, plan))
+
+    def _begin(self, slot: Slot, extents: Extents | None, key: object, stored: Callable[[], Iterator[Stored]]
+               ) -> Callable[[int], None]:  # fmt: skip
+        if not self._examiner.is_on or extents is None:
+            return lambda block: None
+        self._examinations.append(self._examiner.begin(slot, extents, key, stored, self._generation))
+        return self._examinations[-1].examine
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [finding for examination in self._examinations for finding in examination.findings]
+
+
+def report_suspect(state: CourierState, step: int, findings: Sequence[Finding]) -> None:
+    """Let the recorder report what is suspect on this rank, if anything is."""
+    if findings:
+        state.recorder.suspect(step, in_words(findings), len({finding.tensor for finding in findings}))
+
+
+def certify(state: CourierState, due: Saved) -> bool:
+    """Check all values of an attempt that training continued from, and certify it. Collective over the world."""
+    findings = _findings_in_all(state, due)
+    differed = state.replicas is not None and state.replicas.differed_at == due.step
+    is_good, is_suspect = findings == [] and not differed, bool(findings) or differed
+    agreed = state.world.agree(all_of={"good": is_good}, any_of={"suspect": is_suspect})
+    if agreed.good or agreed.suspect:
+        for slot in state.pool.holding(due.attempt):
+            slot.record_verdict(due.attempt, Verdict.CERTIFIED if agreed.good else Verdict.SUSPECT)
+    state.certification.tried(agreed.good)
+    if agreed.good:
+        state.recorder.certified(due.step)
+    state.pool.hold_only(state.certification.held)
+    return bool(agreed.good)
+
+
+def _findings_in_all(state: CourierState, due: Saved) -> list[Finding] | None:
+    own = next((slot for slot in state.pool.holding(due.attempt) if slot in state.pool.own), None)
+    if own is None or own.header is None:
+        return None
+    try:
+        entries = own.manifest().entries
+    except CorruptSlot as error:  # the scrubber or a restore reports the details
+        log.warning("step %d is not certified because rank %d cannot read it: %s", due.step, state.world.rank, error)
+        return None
+    extents = own.header.extents
+    stored = [Stored(entry, entry.start, entry.nbytes) for entry in entries if entry.start < extents.payload_nbytes]
+    findings = state.examiner.examine_all(own, extents, stored)
+    report_suspect(state, due.step, findings)
+    return findings
+
+
+def _in_slot(layout: Layout) -> Iterator[Stored]:
+    return (Stored(entry, entry.start, entry.nbytes) for entry in layout.entries if not layout.is_shared(entry))
+
+
+def _in_share(plan: Plan) -> Iterator[Stored]:
+    assert plan.sharing is not None
+    for piece in plan.pieces:
+        if piece.share == plan.sharing.share:
+            yield Stored(plan.layout.entries[piece.leaf], piece.at, piece.end - piece.start)

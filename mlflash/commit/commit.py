@@ -1,47 +1,36 @@
-"""Receipts → agreement → generation: what the courier does for one save.
+"""What the courier does for one save.
 
     announce    what each rank sends; whether all can; whether a rank needs larger slots       1 allreduce
     settle      only if a structure is new: what of it is shared; then it is announced again
     confirm     whether ranks that share hold the same; then the shares are sealed             1 among these
     protect     checksum, transfer, verify; the own slot and the copies are sealed
     agree       every slot sealed, every copy verified, on every rank; which rank was late     1 allreduce
-    record      a receipt in each slot; older slots may be written again
+    record      the commit in each slot; older slots may be written again
 
-A rank that cannot save still takes part in all of it, with a failed receipt, so that no rank waits for it. Work that
-concerns one rank alone, and may raise anything (tensors, devices, adapters), is done by `_locally`: whatever goes wrong
-becomes the one outcome that all ranks agree on, as text, and the next save continues.
+A rank that cannot save still takes part in all of it and says why, so that no rank waits for it. Work that concerns one
+rank alone, and may raise anything (tensors, devices, adapters), is done by `_locally`: whatever goes wrong becomes the
+one outcome that all ranks agree on, as text, and the next save continues.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Protocol
 
 from ..channel.records import SaveRequest, Trainer
 from ..crash_points import reach
-from ..errors import (
-    CorruptSlot,
-    DeadlineExceeded,
-    MlflashError,
-    SaveFailed,
-    StepOrderError,
-    SuspectState,
-    text_of,
-)
-from ..memory.own_slots import SlotFile
+from ..errors import DeadlineExceeded, MlflashError, SaveFailed, StepOrderError, SuspectState, text_of
 from ..memory.slot import Attempt, Header, Slot, Verdict
-from ..protect.deduplication import Plan, all_checks
-from ..protect.examiner import Examination, Finding, Stored, in_words
+from ..protect.deduplication import all_checks
+from ..protect.examiner import in_words
 from ..protect.transfer import Source
-from ..state.layout import Extents, Layout
-from .certification import Saved
-from .courier_state import CourierState
-from .slot_growth import needs_room
+from ..state.layout import Extents
+from .certification import Saved, ValueChecks, certify, report_suspect
+from .courier_state import CourierState, needs_room
 
 log = logging.getLogger("mlflash")
 
@@ -57,10 +46,10 @@ class RepairFirst(Exception):
 class Save:
     """One save that the courier is working on."""
 
-    def __init__(self, request: SaveRequest, trainer: Trainer, context: CourierState, is_restored: bool = False):
+    def __init__(self, request: SaveRequest, trainer: Trainer, state: CourierState, is_restored: bool = False):
         self.request, self.trainer = request, trainer
         self.attempt = Attempt(bytes(16), 0)  # its number, which the ranks agree on when they announce it
-        leased = context.pool.leased(request.lease)
+        leased = state.pool.leased(request.lease)
         for slot in leased:
             slot.header = None
         # slot, share: where the state is staged; None: nowhere
@@ -77,8 +66,8 @@ class Save:
         # is_suspect: whether the values of any rank are suspect, once that was agreed on
         self.is_suspect = self.is_given_up = False
         self.due: Saved | None = None  # what may be certified now that this save is committed
-        self.looks: ValueLooks | None = None
-        self.times = PhaseTimes(lambda: context.world.waited_s, request.filled_s - request.begun_s)
+        self.value_checks: ValueChecks | None = None
+        self.times = PhaseTimes(lambda: state.world.waited_s, request.filled_s - request.begun_s)
 
     @property
     def extents(self) -> Extents | None:
@@ -87,8 +76,12 @@ class Save:
             return None
         return self.request.plan.layout.extents
 
+    def fail(self, problem: MlflashError | None) -> None:
+        """Note why this rank cannot save; what was noted before stays. None: nothing is wrong."""
+        self.request.problem = self.request.problem or problem
 
-def run(save: Save, context: CourierState, committed_now: Callable[[], None] = lambda: None) -> None:
+
+def run(save: Save, state: CourierState, committed_now: Callable[[], None] = lambda: None) -> None:
     """Run one save to its end. Collective over the world.
 
     Args:
@@ -103,11 +96,11 @@ def run(save: Save, context: CourierState, committed_now: Callable[[], None] = l
     with save.times.of("deferred"):
         save.trainer.begin_deferred()
     try:
-        if not _announce(save, context):
-            _settle(save, context)
-            _announce(save, context)
+        if not _announce(save, state):
+            _settle(save, state)
+            _announce(save, state)
         if not save.skipped:
-            _protect(save, context)
+            _protect(save, state)
     except MlflashError as problem:
         if not problem.agreed:
             raise
@@ -118,19 +111,19 @@ def run(save: Save, context: CourierState, committed_now: Callable[[], None] = l
         save.trainer.cancel_deferred()
     except DeadlineExceeded as late:  # a device still writes: nobody gets these files
         error = error or late
-        context.pool.end_lease(save.request.lease, [slot.inode for slot in context.pool.leased(save.request.lease)])
+        state.pool.end_lease(save.request.lease, [slot.inode for slot in state.pool.leased(save.request.lease)])
     if committed:
-        save.due = context.certification.committed(Saved(save.attempt, save.request.step), save.is_suspect)
-        save.is_given_up = save.attempt not in context.certification.held
-    context.pool.release(save.attempt, context.pool.leased(save.request.lease), committed, context.certification.held)
+        save.due = state.certification.committed(Saved(save.attempt, save.request.step), save.is_suspect)
+        save.is_given_up = save.attempt not in state.certification.held
+    state.pool.release(save.attempt, state.pool.leased(save.request.lease), committed, state.certification.held)
     try:
         if committed:
             reach("commit.released")
             committed_now()
         elif save.skipped:
-            context.recorder.skipped(save.request.step)  # now, because a waiting caller may ask for it next
+            state.recorder.skipped(save.request.step)  # now, because a waiting caller may ask for it next
     finally:  # the save is agreed on, whatever happens next
-        context.tell_trainer()  # before a caller that waits for the save continues
+        state.tell_trainer()  # before a caller that waits for the save continues
         skipped = SaveFailed("skipped: both slots of a rank were busy") if save.skipped else error
         save.trainer.ended(skipped, save.skipped)
     if error is not None:
@@ -139,10 +132,10 @@ def run(save: Save, context: CourierState, committed_now: Callable[[], None] = l
         reach("commit.seen")
 
 
-def _settle(save: Save, context: CourierState) -> None:
+def _settle(save: Save, state: CourierState) -> None:
     """Agree on what is shared in a new structure."""
     request = save.request
-    replicas = context.sharers
+    replicas = state.sharers
     if replicas is None:
         return
     able = request.problem is None
@@ -153,27 +146,26 @@ def _settle(save: Save, context: CourierState) -> None:
         _locally(save, lambda: made.update(save.trainer.digests(keys)))
         return made
 
+    def lay_out() -> None:
+        request.plan = save.trainer.lay_out()
+
     settled = replicas.settle(leaves, digests, able, request.step)
-    context.tell_trainer()
+    state.tell_trainer()
     if able and request.is_unsettled:
-        _locally(save, lambda: _lay_out(save))
+        _locally(save, lay_out)
         if not settled:
             replicas.version += 1  # so that the next save asks again
     request.is_unsettled = False
 
 
-def _lay_out(save: Save) -> None:
-    save.request.plan = save.trainer.lay_out()
-
-
-def _announce(save: Save, context: CourierState) -> bool:
+def _announce(save: Save, state: CourierState) -> bool:
     """Tell the other ranks; return False if some rank's structure is new and must be settled first."""
     request = save.request
-    world, pool = context.world, context.pool
+    world, pool = state.world, state.pool
     save.times.begin_announcing()
-    _locally(save, context.memory.renew)
+    _locally(save, state.memory.renew)
     extents = save.extents
-    demand = context.protection.offer(pool, extents)
+    demand = state.protection.offer(pool, extents)
     if extents is not None and save.slot is not None:
         own = [(save.slot, pool.own, extents)]
         if save.share is not None and request.plan is not None and request.plan.share_extents is not None:
@@ -186,19 +178,19 @@ def _announce(save: Save, context: CourierState) -> bool:
     settled = not request.is_unsettled or request.problem is not None
     agreed = world.agree(
         all_of={"settled": settled, "drains_idle": save.drains_idle},
-        any_of={"grows": grow, "skips": request.skip, "drain_asked": save.drain_asked, "damaged": context.damaged,
+        any_of={"grows": grow, "skips": request.skip, "drain_asked": save.drain_asked, "damaged": state.damaged,
                 "failed": request.problem is not None},
-        min_of={"low": step}, max_of={"high": step, "newest": context.generation},
+        min_of={"low": step}, max_of={"high": step, "newest": state.generation},
     )  # fmt: skip
     save.times.announced()
     if agreed.damaged and not save.is_restored:
         raise RepairFirst
     if not agreed.settled:
         return False
-    context.generation = 1 + agreed.newest
-    save.attempt = Attempt(context.run_id, context.generation)
+    state.generation = 1 + agreed.newest
+    save.attempt = Attempt(state.run_id, state.generation)
     save.drains_idle, save.drain_asked = agreed.drains_idle, agreed.drain_asked
-    catches_up = agreed.low != agreed.high and _catches_up(context, step, agreed.low)
+    catches_up = agreed.low != agreed.high and _catches_up(state, step, agreed.low)
     if catches_up and step > agreed.low:
         raise RankSkippedSave
     if agreed.failed and not catches_up:
@@ -211,11 +203,11 @@ def _announce(save: Save, context: CourierState) -> bool:
     save.skipped = agreed.skips
     reach("protect.announced")
     if agreed.grows and not agreed.skips:
-        context.make_room(demand, context.pool.leased(request.lease) if request.waits_for_room else [])
+        state.make_room(demand, state.pool.leased(request.lease) if request.waits_for_room else [])
     return True
 
 
-def _catches_up(context: CourierState, step: int, low: int) -> bool:
+def _catches_up(state: CourierState, step: int, low: int) -> bool:
     """Whether a rank that left saves out catches up: ranks that are ahead stay at their step, and the others continue.
 
     An exception, such as one of a signal handler, may have kept a rank from posting some saves, and its saves would
@@ -227,10 +219,10 @@ def _catches_up(context: CourierState, step: int, low: int) -> bool:
     Collective over the world, if the steps of the ranks differ. If a rank catches up, nothing else of this save is
     collective.
     """
-    left = -1 if context.left_at is None else context.left_at
-    catches_up = context.world.all_of(step > left if step == low else low <= left)
+    last = -1 if state.diverged_step is None else state.diverged_step
+    catches_up = state.world.all_of(step > last if step == low else low <= last)
     if step == low or not catches_up:
-        context.left_at = step
+        state.diverged_step = step
     return catches_up
 
 
@@ -239,66 +231,76 @@ def _locally(save: Save, work: Callable[[], object]) -> None:
     try:
         work()
     except MlflashError as error:
-        save.request.problem = save.request.problem or error
+        save.fail(error)
     except Exception as error:  # from torch, a device or an adapter
-        save.request.problem = save.request.problem or SaveFailed(f"the state could not be copied: {text_of(error)}")
+        save.fail(SaveFailed(f"the state could not be copied: {text_of(error)}"))
 
 
-def _protect(save: Save, context: CourierState) -> None:
-    world, request = context.world, save.request
+def _protect(save: Save, state: CourierState) -> None:
+    world, request = state.world, save.request
     assert save.slot is not None and request.plan is not None
-    looks = save.looks = ValueLooks(context, save.attempt.generation)
+    value_checks = save.value_checks = ValueChecks(state, save.attempt.generation)
+
+    def stage() -> None:
+        request.inode, request.checks, _ = save.trainer.stage(state.pool.files_of(request.lease))
+        save.trainer.handed_over()
+
+    def finish_deferred() -> None:
+        problem, checks = save.trainer.finish_deferred()
+        save.fail(problem)
+        request.checks = {**request.checks, **checks}
+
     if request.waits_for_room:
         with save.times.of("copy"):
-            _locally(save, lambda: _stage(save, context.pool.files_of(request.lease)))
+            _locally(save, stage)
     if request.problem is None:
         with save.times.of("deferred"):
-            _locally(save, lambda: _finish_deferred(save))
-    _confirm(save, context)
-    look = looks.of_slot(request.plan, save.slot)
+            _locally(save, finish_deferred)
+    _confirm(save, state)
+    examine = value_checks.of_slot(request.plan, save.slot)
     source = Source(
-        save.slot, request.plan.layout.extents, lambda check: _header(save, context, check), context.pace, look
+        save.slot, request.plan.layout.extents, lambda check: _header(save, state, check), state.pace, examine
     )
     start = time.perf_counter()
-    whole = context.protection.protect(context.pool, source, save.attempt)
-    peers = [rank for rank in context.protection.group if rank != world.rank]
-    context.recorder.protected(request.step, time.perf_counter() - start, request.plan.layout.extents.nbytes, peers)
+    all_arrived = state.protection.protect(state.pool, source, save.attempt)
+    peers = [rank for rank in state.protection.group if rank != world.rank]
+    state.recorder.protected(request.step, time.perf_counter() - start, request.plan.layout.extents.nbytes, peers)
     reach("protect.sealed")
-    if request.problem is None and not whole:
+    if request.problem is None and not all_arrived:
         request.problem = SaveFailed("its copies or parity did not arrive whole")
         request.problem.follows = True
-    if request.problem is None and (gone := _gone(save, context)):
-        request.problem = SaveFailed(f"somebody has removed {', '.join(gone)} from {context.memory.path}")
-    findings = looks.findings
-    tell(context, request.step, findings)
+    if request.problem is None and (gone := _gone(save, state)):
+        request.problem = SaveFailed(f"somebody has removed {', '.join(gone)} from {state.memory.path}")
+    findings = value_checks.findings
+    report_suspect(state, request.step, findings)
     if request.problem is not None:
         request.problem.rank, request.problem.node = world.rank, world.node_name
     save.times.protected()
-    durations = context.recorder.compare(world.size, save.attempt.generation, save.times.took)
+    durations = state.recorder.compare(world.size, save.attempt.generation, save.times.took)
     *least, not_suspect = world.least_or_raise([*durations, int(not findings)], request.problem)
     save.is_suspect = not not_suspect
-    context.recorder.compared(least, world.topology.name_of)
+    state.recorder.compared(least, world.topology.name_of)
     reach("commit.agreed")
-    _record(save, context, [save.slot])
+    _record(save, state, [save.slot])
     reach("commit.half_recorded")
-    _record(save, context, [*context.protection.kept(context.pool, save.attempt), *_shares(save)])
+    _record(save, state, [*state.protection.kept(state.pool, save.attempt), *_shares(save)])
     reach("commit.recorded")
-    is_held = save.is_suspect and context.certification.has_better
-    context.pool.drop_spare(committed=not (is_held or (save.is_restored and context.left.unusable)))
+    is_held = save.is_suspect and state.certification.has_better
+    state.pool.drop_spare(committed=not (is_held or (save.is_restored and state.left.unusable)))
 
 
-def _gone(save: Save, context: CourierState) -> list[str]:
+def _gone(save: Save, state: CourierState) -> list[str]:
     """The files of this rank's slots for a save that are in no directory any more."""
-    slots = [save.slot, *_shares(save), *context.protection.kept(context.pool, save.attempt)]
+    slots = [save.slot, *_shares(save), *state.protection.kept(state.pool, save.attempt)]
     return [slot.name for slot in slots if slot is not None and slot.is_gone]
 
 
-def _record(save: Save, context: CourierState, slots: Iterable[Slot]) -> None:
-    """Write the receipt, and the verdict on the values, into slots that hold the attempt."""
+def _record(save: Save, state: CourierState, slots: Iterable[Slot]) -> None:
+    """Write the commit, and the verdict on the values, into slots that hold the attempt."""
     for slot in slots:
         if slot is not save.share:
             slot.record_commit(save.attempt, save.request.step)
-        if context.examiner.is_on:
+        if state.examiner.is_on:
             slot.record_verdict(save.attempt, Verdict.SUSPECT if save.is_suspect else Verdict.PASSED)
 
 
@@ -306,44 +308,29 @@ def _shares(save: Save) -> list[Slot]:
     return [] if save.share is None or save.share.header is None else [save.share]
 
 
-def _stage(save: Save, files: Sequence[SlotFile]) -> None:
-    save.request.inode, save.request.checks, _ = save.trainer.stage(files)
-    save.trainer.handed_over()
-
-
-def _finish_deferred(save: Save) -> None:
-    problem, checks = save.trainer.finish_deferred()
-    _note(save, problem)
-    save.request.checks = {**save.request.checks, **checks}
-
-
-def _note(save: Save, problem: MlflashError | None) -> None:
-    save.request.problem = save.request.problem or problem
-
-
-def _confirm(save: Save, context: CourierState) -> None:
+def _confirm(save: Save, state: CourierState) -> None:
     """Seal this rank's share, if all ranks that hold it hold the same."""
     request = save.request
-    replicas = context.sharers
+    replicas = state.sharers
     if replicas is None:
         return
-    plan, share = request.plan, save.share
+    plan, share, value_checks = request.plan, save.share, save.value_checks
+    assert plan is not None and share is not None and value_checks is not None
+    extents = plan.share_extents
     checks: dict[int, int] = {}
-    if plan is not None and share is not None and plan.share_extents is not None and request.problem is None:
+    if extents is not None and request.problem is None:
         _locally(save, lambda: checks.update(all_checks(plan, share, request.checks)))
-    unlike = replicas.confirm(plan, checks if request.problem is None else None, request.step)
-    request.problem = request.problem or unlike
+    save.fail(replicas.confirm(plan, checks if request.problem is None else None, request.step))
     reach("share.agreed")
-    if plan is not None and share is not None and (extents := plan.share_extents) is not None:
-        assert save.looks is not None
-        look = save.looks.of_share(plan, share)
-        source = Source(share, extents, lambda check: _share_header(save, context, check), look=look)
+    if extents is not None:
+        examine = value_checks.of_share(plan, share)
+        source = Source(share, extents, lambda check: _share_header(save, state, check), examine=examine)
         _locally(save, source.seal)
     reach("share.sealed")
 
 
-def _share_header(save: Save, context: CourierState, check: int) -> Header | None:
-    header = _header(save, context, check)
+def _share_header(save: Save, state: CourierState, check: int) -> Header | None:
+    header = _header(save, state, check)
     plan = save.request.plan
     if header is None or plan is None or plan.sharing is None or plan.share_extents is None:
         return None
@@ -352,24 +339,24 @@ def _share_header(save: Save, context: CourierState, check: int) -> Header | Non
     )
 
 
-def _header(save: Save, context: CourierState, check: int) -> Header | None:
+def _header(save: Save, state: CourierState, check: int) -> Header | None:
     request = save.request
     with save.times.of("deferred"):
-        _note(save, save.trainer.is_changed())
-    if context.config.on_suspect == "raise" and save.looks is not None and (findings := save.looks.findings):
-        _note(save, SuspectState(f"its values are suspect: {in_words(findings)}", tensor=findings[0].tensor))
-    if request.problem is not None or request.plan is None or save.slot is None:
-        return None  # staging failed, or the save was given up: the slot must never look whole
-    if save.slot.segment is None or save.slot.segment.inode != request.inode:
-        request.problem = SaveFailed("the file of the slot was replaced after the state was copied to it")
+        save.fail(save.trainer.is_changed())
+    assert request.plan is not None and save.slot is not None and save.value_checks is not None
+    if state.config.on_suspect == "raise" and (findings := save.value_checks.findings):
+        save.fail(SuspectState(f"its values are suspect: {in_words(findings)}", tensor=findings[0].tensor))
+    if request.problem is None and save.slot.inode != request.inode:
+        save.fail(SaveFailed("the file of the slot was replaced after the state was copied to it"))
+    if request.problem is not None:  # nothing may restore from the slot
         return None
-    world = context.world
+    world = state.world
     return Header(
         attempt=save.attempt, step=request.step, rank=world.rank, world_size=world.size, node_index=world.node_index,
         local_rank=world.local_rank, manifest_nbytes=request.plan.manifest_nbytes, extents=request.plan.layout.extents,
-        table_check=check, unix_ns=time.time_ns(), node=world.node_name, scheme=context.protection.scheme,
-        job=context.config.job, group=context.protection.group,
-        shared_by=-1 if request.plan.sharing is None else request.plan.sharing.by, mark=context.config.mark,
+        table_check=check, unix_ns=time.time_ns(), node=world.node_name, scheme=state.protection.scheme,
+        job=state.config.job, group=state.protection.group,
+        shared_by=-1 if request.plan.sharing is None else request.plan.sharing.by, mark=state.config.mark,
     )  # fmt: skip
 
 
@@ -422,21 +409,21 @@ class Drains(Protocol):
     def committed(self, slot: Slot | None, share: Slot | None, asked: bool, idle: bool) -> None: ...
 
 
-def bring_to_end(request: SaveRequest, trainer: Trainer, context: CourierState, drains: Drains,
+def bring_to_end(request: SaveRequest, trainer: Trainer, state: CourierState, drains: Drains,
                  reprotect: Callable[[Slot], None], repair: Callable[[], None]) -> None:  # fmt: skip
     """Commit what a trainer has staged, or tell it why that failed, and raise it as MlflashError on all ranks.
 
     Collective over the world, and so are ``reprotect`` and ``repair``.
     """
-    start, world, recorder = time.perf_counter(), context.world, context.recorder
-    save = Save(request, trainer, context)
+    start, world, recorder = time.perf_counter(), state.world, state.recorder
+    save = Save(request, trainer, state)
     try:
         while True:
-            if context.unprotected is not None:
-                reprotect(context.unprotected)
+            if state.unprotected is not None:
+                reprotect(state.unprotected)
             save.drains_idle, save.drain_asked = drains.idle, drains.asked
             try:
-                run(save, context, lambda: _committed(save, context, drains))
+                run(save, state, lambda: _committed(save, state, drains))
                 break
             except RankSkippedSave:
                 world.job_number += 1
@@ -449,9 +436,9 @@ def bring_to_end(request: SaveRequest, trainer: Trainer, context: CourierState, 
         if save.is_given_up and world.rank == 0:
             log.warning("step %d is not kept because its values are suspect, and memory keeps the good step before it; "
                         "mark_good(%d) accepts the values", request.step, request.step)  # fmt: skip
-        if save.due is not None and certify(context, save.due):
+        if save.due is not None and certify(state, save.due):
             drains.certified(save.due.attempt)
-        replicas = context.replicas
+        replicas = state.replicas
         is_kept = not save.skipped and not save.is_given_up  # otherwise the trainer may fill its slot again
         if replicas is not None and is_kept and save.slot is not None and request.plan is not None:
             replicas.compare(save.slot, request.plan, request.step)
@@ -467,90 +454,10 @@ def bring_to_end(request: SaveRequest, trainer: Trainer, context: CourierState, 
         recorder.seconds["protect and commit"] += time.perf_counter() - start
 
 
-def _committed(save: Save, context: CourierState, drains: Drains) -> None:
-    recorder = context.recorder
+def _committed(save: Save, state: CourierState, drains: Drains) -> None:
+    recorder = state.recorder
     if not save.is_given_up:
-        context.unprotected = None  # a newer step has full redundancy
+        state.unprotected = None  # a newer step has full redundancy
     drains.committed(save.slot, save.share, save.drain_asked, save.drains_idle)
-    recorder.holds(context.pool.nbytes)
+    recorder.holds(state.pool.nbytes)
     recorder.committed(save.request.step, time.perf_counter() - save.request.begun_s, save.attempt.generation)
-
-
-# What is suspect in the values of a save, checked while their checksums are made
-
-
-class ValueLooks:
-    """The value checks of one save on this rank."""
-
-    def __init__(self, context: CourierState, generation: int):
-        self._examiner, self._generation = context.examiner, generation
-        self._begun: list[Examination] = []
-
-    def of_slot(self, plan: Plan, slot: Slot) -> Callable[[int], None]:
-        """Return a function that is told up to which block the slot has checksums."""
-        layout = plan.layout
-        return self._begin(slot, layout.extents, (layout, "slot"), functools.partial(_in_slot, layout))
-
-    def of_share(self, plan: Plan, share: Slot) -> Callable[[int], None]:
-        """The same for this rank's share of what several ranks hold alike."""
-        return self._begin(share, plan.share_extents, (plan.layout, "share"), functools.partial(_in_share, plan))
-
-    def _begin(self, slot: Slot, extents: Extents | None, key: object, stored: Callable[[], Iterator[Stored]]
-               ) -> Callable[[int], None]:  # fmt: skip
-        if not self._examiner.is_on or extents is None:
-            return lambda block: None
-        self._begun.append(self._examiner.begin(slot, extents, key, stored, self._generation))
-        return self._begun[-1].look
-
-    @property
-    def findings(self) -> list[Finding]:
-        return [finding for examination in self._begun for finding in examination.findings]
-
-
-def tell(context: CourierState, step: int, findings: Sequence[Finding]) -> None:
-    """Let the recorder report what is suspect on this rank, if anything is."""
-    if findings:
-        context.recorder.suspect(step, in_words(findings), len({finding.tensor for finding in findings}))
-
-
-def certify(context: CourierState, due: Saved) -> bool:
-    """Check all values of an attempt that training continued from, and certify it. Collective over the world."""
-    findings = _findings_in_all(context, due)
-    differed = context.replicas is not None and context.replicas.differed_at == due.step
-    is_good, is_suspect = findings == [] and not differed, bool(findings) or differed
-    agreed = context.world.agree(all_of={"good": is_good}, any_of={"suspect": is_suspect})
-    if agreed.good or agreed.suspect:
-        for slot in context.pool.holding(due.attempt):
-            slot.record_verdict(due.attempt, Verdict.CERTIFIED if agreed.good else Verdict.SUSPECT)
-    context.certification.tried(agreed.good)
-    if agreed.good:
-        context.recorder.certified(due.step)
-    context.pool.hold_only(context.certification.held)
-    return bool(agreed.good)
-
-
-def _findings_in_all(context: CourierState, due: Saved) -> list[Finding] | None:
-    own = next((slot for slot in context.pool.holding(due.attempt) if slot in context.pool.own), None)
-    if own is None or own.header is None:
-        return None
-    try:
-        entries = own.manifest().entries
-    except CorruptSlot as error:  # the scrubber or a restore reports the details
-        log.warning("step %d is not certified because rank %d cannot read it: %s", due.step, context.world.rank, error)
-        return None
-    extents = own.header.extents
-    stored = [Stored(entry, entry.start, entry.nbytes) for entry in entries if entry.start < extents.payload_nbytes]
-    findings = context.examiner.look_at_all(own, extents, stored)
-    tell(context, due.step, findings)
-    return findings
-
-
-def _in_slot(layout: Layout) -> Iterator[Stored]:
-    return (Stored(entry, entry.start, entry.nbytes) for entry in layout.entries if not layout.is_shared(entry))
-
-
-def _in_share(plan: Plan) -> Iterator[Stored]:
-    assert plan.sharing is not None
-    for piece in plan.pieces:
-        if piece.share == plan.sharing.share:
-            yield Stored(plan.layout.entries[piece.leaf], piece.at, piece.end - piece.start)

@@ -8,12 +8,15 @@ from collections.abc import Mapping, Sequence
 
 from ..channel.records import Trainer
 from ..config import Config
+from ..crash_points import reach
 from ..errors import MemoryTooSmall
+from ..memory import shared_memory_segment
 from ..memory.copy_threads import CopyThreads
 from ..memory.inventory import Inventory, Trace, of_headers
+from ..memory.memory_limits import available, headroom, other_files
 from ..memory.node_directory import NodeDirectory, file_number
-from ..memory.slot import Attempt, Kind, Slot, Verdict
-from ..memory.slot_pool import SlotPool, assign
+from ..memory.slot import Attempt, Kind, Slot, Use, Verdict
+from ..memory.slot_pool import SlotPool, assign, unmap
 from ..mpi.nonblocking import SendRate
 from ..mpi.world import World
 from ..placement.failure_domains import Domains
@@ -23,12 +26,14 @@ from ..protect.deduplication import Share, Shareable, SharingNews
 from ..protect.examiner import Examiner
 from ..protect.protection import Protection
 from ..protect.replicated_tensors import ReplicatedTensors
+from ..state.layout import PAGE_NBYTES, round_up
 from ..telemetry.recorder import CourierRecorder
 from .certification import Certification
 from .earlier_runs import Choice, find_traces, take_stock
-from .slot_growth import grow_slots, needs_room
 
 log = logging.getLogger("mlflash")
+
+_FILES_NAMED = 3  # kinds of files of others that an error names
 
 
 @dataclasses.dataclass
@@ -58,8 +63,8 @@ class CourierState:
     Attributes:
         replicas: compares tensors between ranks that hold the same ones, if the user said that they do.
         unprotected: the restored slot, as long as its redundancy could not be restored; the same on all ranks.
-        looked: whether a restore has found out what exists. Until then no older attempt is given up, as it may be the
-            only intact one.
+        has_searched: whether a restore has found out what exists. Until then no older attempt is given up, as it may
+            be the only intact one.
     """
 
     config: Config
@@ -78,11 +83,11 @@ class CourierState:
     generation: int = 0  # number of the newest known attempt; the next one is larger
     restored: Restored = dataclasses.field(default_factory=Restored)
     unprotected: Slot | None = None
-    left_at: int | None = None  # this rank's step when the ranks last were found to save different steps; None: never
+    diverged_step: int | None = None  # its own when the ranks last were found to save different steps; None: never
     floor: int = 0  # attempts with a smaller generation are skipped, because this run goes back to a fresh start
     left: Left = dataclasses.field(default_factory=Left)
-    looked: bool = False
-    gives_way: bool = False
+    has_searched: bool = False
+    gives_way: bool = False  # whether files that were left aside may be deleted to make room
     damaged: bool = False  # whether the scrubber has found damage here that can perhaps be repaired
     trainer: Trainer | None = None
     _reported: tuple[SharingNews, bool] = (SharingNews(), False)
@@ -121,11 +126,11 @@ class CourierState:
         self.replicas = ReplicatedTensors(self.world, sharers, placed=True)
         self.replicas.share(losses)
 
-    def settle_shared(self, held: Mapping[tuple[int, ...], int], state: Shareable) -> None:
+    def settle_shared(self, held: Mapping[tuple[int, ...], int], trainer: Shareable) -> None:
         """Agree on what is shared of a state that is not saved yet. Collective over the world."""
         self.find_replicas(held)
         if (replicas := self.sharers) is not None:
-            replicas.settle(state.shareable(), state.digests)
+            replicas.settle(trainer.shareable(), trainer.digests)
 
     @property
     def sharing(self) -> SharingNews:
@@ -157,7 +162,7 @@ class CourierState:
         demand = [(slot, nbytes) for slot in pool.own]
         demand += [(slot, share_nbytes) for slot in pool.shares if share_nbytes]
         demand += [(slot, sizes[owner]) for owner, pair in pool.inbox.items() for slot in pair]
-        if is_first and not self.looked:  # the newest attempt may be damaged, and an older one may be needed
+        if is_first and not self.has_searched:  # the newest attempt may be damaged, and an older one may be needed
             demand = [(slot, size) for slot, size in demand if slot.header is None]
         self.make_room(demand, pairs=False)
 
@@ -169,28 +174,29 @@ class CourierState:
         """List the files whose headers say that they hold something. Collective over the world."""
         return find_traces(self.world, self.memory)
 
-    def adopt(self, found: Inventory, choice: Choice | None) -> None:
+    def adopt(self, stock: Inventory, choice: Choice | None) -> None:
         """Take over this node's files, and protect those of the choice from saves. Collective over the world."""
         world = self.world
         names: list[str] = self.world.tell_node(self.memory.slot_names() if world.local_rank == 0 else None)
-        kept = choice.attempt if choice is not None else None
+        chosen = choice.attempt if choice is not None else None
+        files = stock.on(world.node_index)
+        rows = files.of(chosen).rows if chosen is not None else files.rows[:0]
         same_ranks = choice is not None and choice.world_size == world.size
         placement = self.protection.placement
         inboxes = {rank: placement.inbox_of(rank) for rank in world.topology.ranks_on[world.node_index]}
-        if kept is not None:  # its files were left aside, but can be used after all
-            self.pool.aside -= set(found.on(world.node_index).of(kept).rows["file"].tolist())
+        trusted = set(rows["file"].tolist())
+        self.pool.aside -= trusted  # some were left aside, but can be used after all
         names = [name for name in names if file_number(name) not in self.pool.aside]
-        files, left_over = assign(found, names, world.node_index, kept, same_ranks, inboxes, self.shares,
-                                  len(self.pool.own), self.config.slots, self.pool.certified())  # fmt: skip
+        assigned, left_over = assign(files, names, chosen, same_ranks, inboxes, self.shares,
+                                     len(self.pool.own), self.config.slots, self.pool.certified())  # fmt: skip
         self.protection.close_windows()
-        rows = found.on(world.node_index).of(kept).rows if kept is not None else found.rows[:0]
         # Shares, and slots of ranks of another world, may belong to no rank of this run.
         foreign = (rows["kind"] == Kind.SHARE) | (not same_ranks)
-        trusted, needed = set(rows["file"].tolist()), set(rows["file"][foreign].tolist())
+        needed = set(rows["file"][foreign].tolist())
         left_over = left_over if world.local_rank == 0 else []
         spare, kept_on = [n for n in left_over if n not in needed], [n for n in left_over if n in needed]
         kept_on += sorted(self.pool.aside) if world.local_rank == 0 else []
-        self.pool.adopt(files[world.rank], kept, trusted, spare, kept_on)
+        self.pool.adopt(assigned[world.rank], chosen, trusted, spare, kept_on)
         self.protection.open_windows(self.pool)
         # No file is deleted or reused before every rank of the node has attached its own.
         world.barrier()
@@ -231,8 +237,7 @@ class CourierState:
         """Leave every file that holds something alone until a newer step is committed. Collective over the world."""
         self.left.unusable, self.gives_way = True, False
         own_node = self.world.node_index
-        places = [trace.place for trace in self.find_traces()]
-        self.pool.aside = {file for node, file in places if node == own_node}
+        self.pool.aside = {file for node, file in (trace.place for trace in self.find_traces()) if node == own_node}
         self.adopt(of_headers([], own_node), None)
 
     def _give_way(self) -> bool:
@@ -262,3 +267,61 @@ class CourierState:
 def losses_of(asked: Scheme, world: World) -> int:
     """How many nodes may be lost, limited by the number of nodes of the job."""
     return min(asked.losses, len(world.topology.node_names) - 1)
+
+
+# Larger slots: larger files, or an error before anything is allocated if a node lacks memory
+
+
+def needs_room(slot: Slot, nbytes: int) -> bool:
+    """Whether a slot needs a larger file for ``nbytes``, or another one because somebody has removed its own."""
+    is_too_small = slot.view.nbytes < nbytes or slot.is_gone
+    return slot.use is not Use.HOLDS and not slot.drains and is_too_small and not slot.is_lent
+
+
+def grow_slots(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, int]]) -> None:
+    """Give slots larger files, or fail before anything is allocated if the node has no room for them.
+
+    Collective over the world. A slot that holds a committed step is left as it is. Raises MemoryTooSmall on all ranks,
+    with the numbers of the node that lacks memory.
+    """
+    todo = [(slot, round_up(nbytes, PAGE_NBYTES)) for slot, nbytes in demand if needs_room(slot, nbytes)]
+    asked = sum(nbytes - slot.view.nbytes for slot, nbytes in todo)
+    asked = asked if world.node is None else sum(world.gather(asked, world.node))
+
+    def check() -> None:
+        left = available(memory.path)
+        what, least = min(left.items(), key=lambda item: item[1])
+        spared = headroom(asked)
+        if todo and asked + spared > least:
+            raise MemoryTooSmall(
+                "the slots of this node do not fit into its memory: save less, use fewer ranks per node or a scheme "
+                "that needs less memory, or raise the limit named below (/dev/shm: mount -o remount,size=...; in a "
+                "container --shm-size; in a pod sizeLimit of its emptyDir)",
+                expected=f"{asked:,} bytes more for the slots of {world.local_size} ranks, and {spared:,} bytes to "
+                "spare",
+                found=f"{least:,} bytes: {what}" + _others(memory),
+            )
+
+    def create() -> None:
+        try:
+            for slot, nbytes in todo:
+                reach("room.begun")
+                old, slot.segment = slot.segment, None  # mapped until `grow` has checked that the file is still its own
+                unmap(slot)  # a free slot holds nothing that is still needed
+                if old is None:
+                    slot.segment = shared_memory_segment.create(memory, nbytes)
+                else:
+                    slot.segment = shared_memory_segment.grow(memory, old, nbytes)
+                reach("room.created")
+        finally:  # even if another rank found no room: the new files stay and will be used
+            shared_memory_segment.prefault_in_background([slot.segment for slot, _ in todo if slot.segment is not None])
+
+    world.on_all(check)
+    world.on_all(create)
+
+
+def _others(memory: NodeDirectory) -> str:
+    jobs = "".join(f"\n    {job}: {nbytes:,} bytes" for job, nbytes in memory.other_jobs().items())
+    files = "".join(f"\n    {kind}" for kind in other_files(memory.memory)[:_FILES_NAMED])
+    return (f"; other jobs of yours hold slots here (`mlflash clean JOB` frees those of a dead one):{jobs}" * bool(jobs)
+            + f"; this is not mlflash's (what a killed job has left may be deleted):{files}" * bool(files))  # fmt: skip

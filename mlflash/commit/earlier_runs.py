@@ -51,7 +51,7 @@ class Choice:
         return known or next((group for group in self.parity if rank in group.ranks), None)
 
 
-def choose(found: Inventory, node_of: Sequence[int], wanted: WantedStep = NEWEST, skip_stuck: int = 0,
+def choose(stock: Inventory, node_of: Sequence[int], wanted: WantedStep = NEWEST, skip_stuck: int = 0,
            skip_suspect: bool = False) -> Choice | None:  # fmt: skip
     """Choose the newest attempt that has, for every rank, a slot or enough parity to rebuild it.
 
@@ -62,13 +62,13 @@ def choose(found: Inventory, node_of: Sequence[int], wanted: WantedStep = NEWEST
         skip_stuck: skip attempts that this many runs have restored, if there is an older one; 0: never.
     """
     newest: Choice | None = None
-    for attempt, its_step, world_size in found.attempts():
-        if not wanted.fits_step(its_step) or (newest is not None and world_size != newest.world_size):
+    for attempt, step, world_size in stock.attempts():
+        if not wanted.fits_step(step) or (newest is not None and world_size != newest.world_size):
             continue
-        its = found.of(attempt)
-        if not wanted.fits(its_step, its.verdict):
+        files = stock.of(attempt)
+        if not wanted.fits(step, files.verdict):
             continue
-        choice = _sources(its, attempt, its_step, world_size, node_of)
+        choice = _sources(files, attempt, step, world_size, node_of)
         if choice is None:
             continue
         is_stuck = skip_stuck > 0 and choice.restores >= skip_stuck
@@ -78,11 +78,11 @@ def choose(found: Inventory, node_of: Sequence[int], wanted: WantedStep = NEWEST
     return newest
 
 
-def _sources(found: Inventory, attempt: Attempt, step: int, world_size: int, node_of: Sequence[int]) -> Choice | None:
+def _sources(stock: Inventory, attempt: Attempt, step: int, world_size: int, node_of: Sequence[int]) -> Choice | None:
     """Where each rank's slot of an attempt is, or how to rebuild it. None if one cannot be obtained."""
     slots: dict[int, Place] = {}
     parity: dict[tuple[int, int], dict[int, Place]] = collections.defaultdict(dict)
-    rows = found.rows[np.lexsort([found.rows[name] for name in ("file", "node", "rank")])]
+    rows = stock.rows[np.lexsort([stock.rows[name] for name in ("file", "node", "rank")])]
     shares: dict[tuple[int, int], list[Place]] = {}
     columns = [rows[name].tolist() for name in ("rank", "node", "file", "group", "shared_by", "kind", "number")]
     is_share, is_parity, size = int(Kind.SHARE), int(Kind.PARITY), len(node_of)  # looked up once, not once per file
@@ -94,7 +94,7 @@ def _sources(found: Inventory, attempt: Attempt, step: int, world_size: int, nod
         if rank not in known or (rank < size and node_of[rank] == node and known[rank][0] != node):
             known[rank] = (node, file)
     groups = tuple(
-        ParityGroup(found.groups[number], losses, tuple(files.get(rank) for rank in found.groups[number]))
+        ParityGroup(stock.groups[number], losses, tuple(files.get(rank) for rank in stock.groups[number]))
         for (number, losses), files in parity.items()
     )
     rebuilt: dict[int, ParityGroup] = {}
@@ -108,10 +108,10 @@ def _sources(found: Inventory, attempt: Attempt, step: int, world_size: int, nod
                 rebuilt |= {group.ranks[nth]: group for nth in no_slot if group.ranks[nth] not in rebuilt}
     if missing - rebuilt.keys() or not _shares_complete(rows, shares):
         return None
-    restores = int(found.rows["restores"].max())
+    restores = int(stock.rows["restores"].max())
     source = tuple(slots.get(rank) for rank in range(world_size))
-    places = {share: tuple(found) for share, found in shares.items()}
-    return Choice(attempt, step, world_size, source, restores, rebuilt, groups, places, found.verdict)
+    places = {share: tuple(files) for share, files in shares.items()}
+    return Choice(attempt, step, world_size, source, restores, rebuilt, groups, places, stock.verdict)
 
 
 def _shares_complete(rows: np.ndarray, shares: Mapping[tuple[int, int], object]) -> bool:
@@ -128,44 +128,45 @@ def _shares_complete(rows: np.ndarray, shares: Mapping[tuple[int, int], object])
 class EarlierRuns:
     """What earlier runs left in memory."""
 
-    found: Inventory
+    stock: Inventory
     choice: Choice | None
-    whole: Choice | None  # the newest complete attempt, whatever its values are
-    newest: int
-    floor: int = 0  # floor, unusable: see `CourierState`
-    unusable: bool = False
-    aside: set[int] = dataclasses.field(default_factory=set)  # numbers of this node's files that must not be touched
-    certified: Choice | None = None
+    complete: Choice | None  # the newest that is complete, whatever its values are
+    certified: Choice | None
+    newest: int  # the largest generation
+    floor: int  # floor, unusable: see `CourierState`
+    unusable: bool
+    aside: set[int]  # numbers of this node's files that must not be touched
 
 
-def look_at_earlier_runs(config: Config, world: World, memory: NodeDirectory) -> EarlierRuns:
+def scan_earlier_runs(config: Config, world: World, memory: NodeDirectory) -> EarlierRuns:
     """Find what earlier runs left, and what of it must not be touched. Collective over the world."""
-    found = take_stock(world, memory)
-    newest = int(found.rows["generation"].max(initial=0))
-    keeps, node_of = config.on_suspect == "keep", world.topology.node_of
-    choice, whole = choose(found, node_of, skip_suspect=keeps), choose(found, node_of)
+    stock = take_stock(world, memory)
+    newest = int(stock.rows["generation"].max(initial=0))
+    skip_suspect, node_of = config.on_suspect == "keep", world.topology.node_of
+    choice = choose(stock, node_of, skip_suspect=skip_suspect)
+    floor, unusable = 0, False
     if choice is not None and not config.fresh:
-        certified = choose(found, node_of, WantedStep(certified=True))
         aside = _unreadable_and_newer(world, memory, choice.step)
-        return EarlierRuns(found, choice, whole, newest, aside=aside, certified=certified)
-    found_traces = find_traces(world, memory)
-    floor = inventory.fresh_floor(found_traces, config.mark) if config.fresh else 0
-    generations = {one.place: -1 if one.attempt is None else one.attempt.generation for one in found_traces}
-    choice, whole = choose(found.since(floor), node_of, skip_suspect=keeps), choose(found.since(floor), node_of)
-    unusable = choice is None and any(one.generation >= floor for one in inventory.committed_attempts(found_traces))
-    aside = {file for (node, file), generation in generations.items()
-             if node == world.node_index and (unusable or (config.fresh and generation < floor))}  # fmt: skip
-    newest = max(newest, *generations.values(), 0)
-    if config.fresh and world.rank == 0:
-        before = sorted({one.step for one in found_traces if one.step >= 0 and generations[one.place] < floor})
-        if before:
+    else:
+        traces = find_traces(world, memory)
+        floor = inventory.fresh_floor(traces, config.mark) if config.fresh else 0
+        stock = stock.since(floor)
+        choice = choose(stock, node_of, skip_suspect=skip_suspect)
+        committed = inventory.committed_attempts(traces)
+        unusable = choice is None and any(attempt.generation >= floor for attempt in committed)
+        passed_over = [trace for trace in traces if config.fresh and trace.generation < floor]
+        aside = {trace.place[1] for trace in (traces if unusable else passed_over)
+                 if trace.place[0] == world.node_index}  # fmt: skip
+        newest = max([newest, *(trace.generation for trace in traces)])
+        steps = sorted({trace.step for trace in passed_over if trace.step >= 0})
+        if world.rank == 0 and steps:
             log.warning("fresh start %r: steps %s in memory are passed over, and deleted after this run's first commit",
-                        config.fresh, before)  # fmt: skip
-        if choice is not None:
+                        config.fresh, steps)  # fmt: skip
+        if world.rank == 0 and config.fresh and choice is not None:
             log.info("fresh start %r was made before, and this run goes on from its step %d: another word begins anew",
                      config.fresh, choice.step)  # fmt: skip
-    return EarlierRuns(found.since(floor), choice, whole, newest, floor, unusable, aside,
-                       choose(found.since(floor), node_of, WantedStep(certified=True)))  # fmt: skip
+    certified = choose(stock, node_of, WantedStep(certified=True))
+    return EarlierRuns(stock, choice, choose(stock, node_of), certified, newest, floor, unusable, aside)
 
 
 def _unreadable_and_newer(world: World, memory: NodeDirectory, step: int) -> set[int]:
@@ -173,13 +174,13 @@ def _unreadable_and_newer(world: World, memory: NodeDirectory, step: int) -> set
     newer: list[Trace] = []
     if world.local_rank == 0:
         traces = inventory.scan_traces(memory, world.node_index)
-        newer = [one for one in traces if one.committed and one.damage and one.step > step]
+        newer = [trace for trace in traces if trace.committed and trace.damage and trace.step > step]
         if newer and world.rank == 0:
             log.warning("memory has steps that cannot be read (%s). They are newer than step %d, the newest that "
                         "memory can give, and are deleted when this run has committed a save. To get them back, end "
                         "this job before it saves, and start it with the version of mlflash that wrote them",
-                        ", ".join(map(str, sorted({one.step for one in newer}))), step)  # fmt: skip
-    return set(world.tell_node([one.place[1] for one in newer]))
+                        ", ".join(map(str, sorted({trace.step for trace in newer}))), step)  # fmt: skip
+    return set(world.tell_node([trace.place[1] for trace in newer]))
 
 
 def find_traces(world: World, memory: NodeDirectory) -> list[Trace]:

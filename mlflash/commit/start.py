@@ -30,7 +30,7 @@ from ..telemetry.recorder import CourierRecorder, EventLog, file_of_node
 from ..text import listed
 from .certification import Certification, Saved
 from .courier_state import CourierState, losses_of
-from .earlier_runs import look_at_earlier_runs
+from .earlier_runs import scan_earlier_runs
 
 log = logging.getLogger("mlflash")
 
@@ -87,7 +87,7 @@ def _assemble(
     start: str, trains_on: frozenset[int],
 ) -> CourierState:  # fmt: skip
     """Take over what earlier runs left. Collective over the world."""
-    left = look_at_earlier_runs(config, world, memory)
+    left = scan_earlier_runs(config, world, memory)
     recorded = [group.ranks for group in left.choice.parity] if left.choice is not None else []
     standing = [] if known is None else [known.names(name) for name in world.topology.node_names]
     placement = place(world.topology, redundancy_scheme.parse(config.redundancy), standing, recorded)
@@ -104,17 +104,17 @@ def _assemble(
     pool.certified = certification.certified_attempt
     if left.certified is not None and config.certify_after and left.certified.world_size == world.size:
         certification.certified = Saved(left.certified.attempt, left.certified.step)
-    context = CourierState(config, world, memory, protection, known, pool, recorder, copy_threads, pace, examiner,
+    state = CourierState(config, world, memory, protection, known, pool, recorder, copy_threads, pace, examiner,
                       certification, replicas, run_id)  # fmt: skip
     if protection.transport == "rma" and world.world is not None:
         world.poke = Poke(world)
-    context.generation, context.floor, context.left.unusable = left.newest, left.floor, left.unusable
-    if left.whole is not None:
-        context.left.step = left.whole.step
-    context.gives_way, pool.aside = not left.unusable, left.aside
-    context.adopt(left.found, left.choice)
+    state.generation, state.floor, state.left.unusable = left.newest, left.floor, left.unusable
+    if left.complete is not None:
+        state.left.step = left.complete.step
+    state.gives_way, pool.aside = not left.unusable, left.aside
+    state.adopt(left.stock, left.choice)
     if left.choice is not None and left.choice.world_size == world.size:
-        context.left.attempt = left.choice.attempt
+        state.left.attempt = left.choice.attempt
     if config.certify_after and world.rank == 0:
         log.info("certify_after=%d: memory holds %d states of each rank, and as many of each copy, instead of 2, to "
                  "keep the certified step%s", config.certify_after, config.slots,
@@ -123,11 +123,11 @@ def _assemble(
         part = world.mpi is not None and world.mpi.COMM_WORLD.size > world.size
         _say_what_is_made(placement, world.topology.node_names, part)
     _say_what_is_slow(world, config.memory)
-    close = too_close(world.topology, placement, context.domains_by_kind)
+    close = too_close(world.topology, placement, state.domains_by_kind)
     if close and world.rank == 0:
         more = f" (and {len(close) - _NAMED} more)" if len(close) > _NAMED else ""
         log.warning("%s%s: if that is lost, memory cannot restore", "; ".join(close[:_NAMED]), more)
-    return context
+    return state
 
 
 def _claim(config: Config) -> str:
@@ -146,7 +146,7 @@ def _recorder(config: Config, world: World, memory: NodeDirectory, run: str, sta
     return CourierRecorder(world.rank, CourierHeartbeat(memory, facts, config.heartbeat), events)
 
 
-def _say_what_is_made(placement: Placement, names: Sequence[str], part: bool = False) -> None:
+def _say_what_is_made(placement: Placement, names: Sequence[str], part: bool) -> None:
     """Warn if there are too few nodes for the requested redundancy."""
     asked, copied, nodes, ranks = placement.scheme, any(placement.partners), len(names), len(placement.partners)
     if asked.kind == "none":

@@ -45,42 +45,42 @@ def run(forked: Forked) -> None:
     if forked.has_mpi:
         comm = load_mpi().COMM_WORLD
         forked.tell_mpi_is_up()
-    trainer = TrainerConnection(Channel(forked.trainer), forked.trains_on)
-    log.addHandler(_Forward(trainer))
+    connection = TrainerConnection(Channel(forked.trainer), forked.trains_on)
+    log.addHandler(_Forward(connection))
     log.propagate = False
     sessions: dict[int, SessionThread] = {}
     try:
-        _serve(forked, trainer, comm, sessions)
+        _serve(forked, connection, comm, sessions)
     except Broken as error:
         log.error("the courier ends: its trainer sent %s", error)
-    trainer.lose()
+    connection.lose()
     _finish(sessions)
 
 
-def _serve(forked: Forked, trainer: TrainerConnection, comm: Any, sessions: dict[int, SessionThread]) -> None:
+def _serve(forked: Forked, connection: TrainerConnection, comm: Any, sessions: dict[int, SessionThread]) -> None:
     """Do what the trainer sends, until it has ended."""
-    sock = trainer.channel.sock
+    sock = connection.channel.sock
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     poll.register(forked.trainer_pidfd, select.POLLIN)
-    while not trainer.is_lost.is_set():
+    while not connection.is_lost.is_set():
         ready = [fd for fd, _ in poll.poll()]
         if sock.fileno() in ready:
-            frames = trainer.channel.receive()
+            frames = connection.channel.receive()
             if frames is None:
                 return
             for frame in frames:
                 if isinstance(frame, Reply):
-                    trainer.replied(frame)
+                    connection.replied(frame)
                 else:
-                    _take(frame, trainer, comm, sessions)
+                    _take(frame, connection, comm, sessions)
         elif forked.trainer_pidfd in ready:  # everything that it had sent has been read
             return
 
 
-def _take(call: Call, trainer: TrainerConnection, comm: Any, sessions: dict[int, SessionThread]) -> None:
+def _take(call: Call, connection: TrainerConnection, comm: Any, sessions: dict[int, SessionThread]) -> None:
     if call.method == "open":
-        _open(call.session, trainer, comm, sessions, *call.args)
+        _open(call.session, connection, comm, sessions, *call.args)
     elif call.session in sessions:
         sessions[call.session].take(call)
         for number in [number for number, session in sessions.items() if session.is_closed][:-_CLOSED]:
@@ -88,11 +88,11 @@ def _take(call: Call, trainer: TrainerConnection, comm: Any, sessions: dict[int,
     elif call.job:
         raise Broken(f"a job for session {call.session}, which does not exist")
     elif call.number:  # the last courier has freed it
-        trainer.send(Reply(call.session, call.number, None, Closed("this Checkpointer was closed")))
+        connection.send(Reply(call.session, call.number, None, Closed("this Checkpointer was closed")))
 
 
 def _open(
-    session: int, trainer: TrainerConnection, comm: Any, sessions: dict[int, SessionThread], version: str,
+    session: int, connection: TrainerConnection, comm: Any, sessions: dict[int, SessionThread], version: str,
     log_level: int, config: Config, ranks: tuple[int, ...], earlier: int,
 ) -> None:  # fmt: skip
     if version != __version__:
@@ -100,19 +100,19 @@ def _open(
     log.setLevel(log_level)
     if session in sessions:  # its trainer has introduced it again, not knowing that this courier had heard of it
         return
-    sessions[session] = SessionThread(session, trainer, comm, list(sessions.values()), config, ranks, earlier)
+    sessions[session] = SessionThread(session, connection, comm, list(sessions.values()), config, ranks, earlier)
 
 
 def _finish(sessions: dict[int, SessionThread]) -> None:
     """Wait up to `ORPHAN_S` for the jobs that the ended trainer has posted, and give up what is left."""
     end = time.monotonic() + ORPHAN_S
-    for hosted in sessions.values():
-        hosted.finish(end)
-    for hosted in sessions.values():
-        if not hosted.is_closed and hasattr(hosted.session, "context"):
-            hosted.session.give_up_drain()
-        if hasattr(hosted.session, "context"):
-            hosted.session.context.recorder.end()
+    for thread in sessions.values():
+        thread.finish(end)
+    for thread in sessions.values():
+        if hasattr(thread.session, "state"):
+            if not thread.is_closed:
+                thread.session.give_up_drain()
+            thread.session.state.recorder.end()
 
 
 class SessionThread:
@@ -128,9 +128,9 @@ class SessionThread:
         Broken: its ranks are not ranks of these couriers, or this rank is not among them.
     """
 
-    def __init__(self, number: int, trainer: TrainerConnection, comm: Any, before: Iterable[SessionThread],
+    def __init__(self, number: int, connection: TrainerConnection, comm: Any, before: Iterable[SessionThread],
                  config: Config, ranks: tuple[int, ...], earlier: int):  # fmt: skip
-        self.number, self._trainer = number, trainer
+        self.number, self._connection = number, connection
         rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
         self._slots = config.memory, config.job
         self.is_closed, self.has_ended = False, Event()
@@ -140,7 +140,7 @@ class SessionThread:
         # Each session has its own communicators from the start, so the other sessions of these ranks do not matter.
         self.world = World(comm, config.here, config.timeout_s, ranks, f"{earlier}")
         self.jobs = JobThread(self.world)
-        self.session = Session(config, self.world, self.jobs, self._drain_began, trains_on=trainer.trains_on)
+        self.session = Session(config, self.world, self.jobs, self._drain_began, trains_on=connection.trains_on)
         self._drains = 0
         self._posted = self._done = 0  # jobs
         self._ending = threading.Condition()
@@ -159,14 +159,14 @@ class SessionThread:
         args, landing = call.args, None
         if call.method in Session.ASK_BACK:
             request = args[0] if isinstance(args[0], SaveRequest) else None
-            args = (*args, TrainerProxy(self._trainer, self.number, self.world, call.number, request))
+            args = (*args, TrainerProxy(self._connection, self.number, self.world, call.number, request))
         elif call.method == "exchange":
             *others, asked = args
-            landing = Landing(self._trainer.channel.descriptors.popleft())
+            landing = Landing(self._connection.channel.descriptors.popleft())
             args = (*others, landing.wanted(asked))
         self._posted += 1
         work = functools.partial(self._do, call.method, args, landing)
-        late = lambda error: self._trainer.send(Call(self.number, 0, "late", (call.number, error)))
+        late = lambda error: self._connection.send(Call(self.number, 0, "late", (call.number, error)))
         self.jobs.post(Job(work, late, functools.partial(self._ended, call)))
 
     def _do(self, method: str, args: tuple[Any, ...], landing: Landing | None) -> Any:
@@ -176,7 +176,7 @@ class SessionThread:
                 self._before = []
             result = self.session.do(method, args)
             if method == "start":
-                self.session.attach(TrainerProxy(self._trainer, self.number, self.world))
+                self.session.attach(TrainerProxy(self._connection, self.number, self.world))
             return result
         finally:
             if landing is not None:
@@ -185,7 +185,7 @@ class SessionThread:
     def _ended(self, call: Call, job: Job) -> None:
         if self.jobs.broken is not None and not job.is_refused:
             broken = Closed("the courier of this rank failed", found=text_of(self.jobs.broken))
-            self._trainer.send(Call(self.number, 0, "broke", (broken,)))
+            self._connection.send(Call(self.number, 0, "broke", (broken,)))
         self._reply(call, job.result, job.error, job.is_refused)
         with self._ending:
             self._done += 1
@@ -209,7 +209,7 @@ class SessionThread:
     def _reply(self, call: Call, result: Any, error: BaseException | None, refused: bool = False) -> None:
         if error is not None and not isinstance(error, MlflashError):
             error = Closed(f"the courier failed: {text_of(error)}")
-        self._trainer.send(Reply(self.number, call.number, None if error is not None else result, error, refused))
+        self._connection.send(Reply(self.number, call.number, None if error is not None else result, error, refused))
 
     def _close(self, call: Call, abandon: bool) -> None:
         """End the jobs and release memory.
@@ -236,8 +236,8 @@ class SessionThread:
             now = time.monotonic()
             if drain.done or now - reported_at[0] > _REPORT_S:
                 reported_at[0] = now
-                state = {name: getattr(drain, name) for name in _DRAIN_FIELDS}
-                self._trainer.send(Call(self.number, 0, "drain_moved", (number, state)))
+                progress = {name: getattr(drain, name) for name in _DRAIN_FIELDS}
+                self._connection.send(Call(self.number, 0, "drain_moved", (number, progress)))
 
         drain.on_change = tell
         tell()
@@ -304,13 +304,18 @@ class TrainerProxy:
     """
 
     def __init__(
-        self, trainer: TrainerConnection, session: int, world: World, job: int = 0, request: SaveRequest | None = None
+        self,
+        connection: TrainerConnection,
+        session: int,
+        world: World,
+        job: int = 0,
+        request: SaveRequest | None = None,
     ):
-        self._trainer, self._session, self._world, self._job = trainer, session, world, job
+        self._connection, self._session, self._world, self._job = connection, session, world, job
         self._has_deferred = request is not None and request.has_deferred
 
     def _tell(self, method: str, *args: object) -> None:
-        self._trainer.send(Call(self._session, 0, method, args, self._job))
+        self._connection.send(Call(self._session, 0, method, args, self._job))
 
     def update(self, files: Sequence[SlotFile]) -> None:
         self._tell("update", [*files])
@@ -327,7 +332,7 @@ class TrainerProxy:
     # In the middle of a job
 
     def _ask(self, method: str, *args: object) -> Any:
-        return self._trainer.ask(self._world, self._session, self._job, method, *args)
+        return self._connection.ask(self._world, self._session, self._job, method, *args)
 
     def shareable(self) -> list[ShareableLeaf]:
         leaves: list[ShareableLeaf] = self._ask("shareable")
@@ -386,15 +391,15 @@ def _lost() -> SaveFailed:
 class _Forward(logging.Handler):
     """Sends what the courier logs to the trainer, which logs it."""
 
-    def __init__(self, trainer: TrainerConnection):
+    def __init__(self, connection: TrainerConnection):
         super().__init__()
-        self._trainer = trainer
+        self._connection = connection
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
             text += f": {text_of(record.exc_info[1])}"
-        if self._trainer.is_lost.is_set():
+        if self._connection.is_lost.is_set():
             with contextlib.suppress(OSError):  # the launcher, which read the output, may have ended, too
                 print(f"mlflash courier: {text}", flush=True)
-        self._trainer.send(Call(0, 0, "log", (record.levelno, text)))
+        self._connection.send(Call(0, 0, "log", (record.levelno, text)))

@@ -63,7 +63,7 @@ class Session:
         trains_on: the cores of the trainer.
 
     Attributes:
-        context: what saving, draining and restoring work with; it exists from `start` on.
+        state: what saving, draining and restoring work with; it exists from `start` on.
     """
 
     ASK_BACK = frozenset({"commit", "commit_restored", "settle_shared"})
@@ -79,7 +79,7 @@ class Session:
 
     def attach(self, trainer: Trainer) -> None:
         """Set the trainer that is told about changes from now on."""
-        self.context.trainer = trainer
+        self.state.trainer = trainer
 
     def do(self, method: str, args: Sequence[Any]) -> Any:
         """Do a job, and tell the trainer what has changed."""
@@ -93,17 +93,17 @@ class Session:
 
     def end(self, abandon: bool) -> None:
         """Release memory, after the last job; ``abandon``: the courier may still be inside MPI and use the slots."""
-        if hasattr(self, "context"):
+        if hasattr(self, "state"):
             self._scrubber.close()
-            self.context.recorder.end()
+            self.state.recorder.end()
             if not abandon:
-                self.context.pool.close()
-            self.context.memory.close()
+                self.state.pool.close()
+            self.state.memory.close()
 
     def _tell(self) -> None:
-        if hasattr(self, "context"):
-            self.context.pool.end_exchange()
-            self.context.tell_trainer()
+        if hasattr(self, "state"):
+            self.state.pool.end_exchange()
+            self.state.tell_trainer()
 
     # Jobs: start and end
 
@@ -115,21 +115,21 @@ class Session:
             signer = signer_of(self._config) if world.rank == 0 else signer
         except ConfigError as error:  # the other ranks must know, too
             problem = problem or error
-        self.context = context = make(
+        self.state = state = make(
             self._config, world, problem, facts.replicas, facts.domains, facts.name, self._trains_on
         )
-        self._scrubber = scrubber = Scrubber(context, self._config.scrub_rate, lambda: self._drains.last)
-        context.left_at = facts.left_at
+        self._scrubber = scrubber = Scrubber(state, self._config.scrub_rate, lambda: self._drains.last)
+        state.diverged_step = facts.ended_step
         if facts.goes_on:  # until the newest step is protected, the step before is needed, too
-            context.pool.hold_older()
-        self._drains = DrainQueue(self._config, context, self._jobs, self._drain_began, signer)
+            state.pool.hold_older()
+        self._drains = DrainQueue(self._config, state, self._jobs, self._drain_began, signer)
         self._jobs.when_idle = scrubber.go_on if self._config.scrub_rate else None
-        self._sources = Sources(context, self._drains)
-        pool, threads = context.pool, context.copy_threads.threads
+        self._sources = Sources(state, self._drains)
+        pool, threads = state.pool, state.copy_threads.threads
         self._drains.advance_generation()
         agreed = world.agree(any_of={"goes_on": facts.goes_on}, max_of={"interrupted": facts.interrupted})
-        return Started(world.rank, world.topology, context.memory.top, len(pool.own), threads,
-                       context.left.unusable, pool.news(), context.sharing, context.run_id.hex()[:8],
+        return Started(world.rank, world.topology, state.memory.top, len(pool.own), threads,
+                       state.left.unusable, pool.news(), state.sharing, state.run_id.hex()[:8],
                        agreed.interrupted, agreed.goes_on, self.run_facts())  # fmt: skip
 
     def protect_left(self) -> tuple[int | None, int]:
@@ -137,7 +137,7 @@ class Session:
 
         Returns this step and its generation; None and 0: there is no step that counts as committed.
         """
-        return reprotect_left(self.context)
+        return reprotect_left(self.state)
 
     def free(self) -> None:
         """Free windows, communicators and threads as soon as all ranks ask for it. Afterwards a rank may leave."""
@@ -146,7 +146,7 @@ class Session:
         self._jobs.when_idle = None
         self._scrubber.close()
         self._drains.free()
-        self.context.free()
+        self.state.free()
         crash_points.reach("close.freed")
 
     # Jobs: agreement
@@ -181,49 +181,49 @@ class Session:
 
     def commit(self, request: SaveRequest, trainer: Trainer) -> int:
         """Complete a save, and return the generation of its attempt."""
-        context, scrubber = self.context, self._scrubber
-        commit.bring_to_end(request, trainer, context, self._drains, lambda home: reprotect_or_remember(context, home),
-                            lambda: repair(context, scrubber))  # fmt: skip
-        return context.generation
+        state, scrubber = self.state, self._scrubber
+        commit.bring_to_end(request, trainer, state, self._drains, lambda home: reprotect_or_remember(state, home),
+                            lambda: repair(state, scrubber))  # fmt: skip
+        return state.generation
 
     def commit_restored(self, request: SaveRequest, restores: int, trainer: Trainer) -> None:
         """Commit the state that a restore put together, like a save; then the old slots may go. If it fails, they stay.
 
         ``restores``: how many runs have restored it.
         """
-        context = self.context
-        context.examiner.forget()
-        save = commit.Save(request, trainer, context, is_restored=True)
-        commit.run(save, context)
+        state = self.state
+        state.examiner.forget()
+        save = commit.Save(request, trainer, state, is_restored=True)
+        commit.run(save, state)
         if save.slot is not None:
             save.slot.record_restores(save.attempt, restores)
 
     def reserve(self, nbytes: int, share_nbytes: int, is_first: bool) -> None:
         """Make slots, and those of their redundancy; see `CourierState.reserve`."""
-        self.context.reserve(nbytes, share_nbytes, is_first)
+        self.state.reserve(nbytes, share_nbytes, is_first)
 
     def find_replicas(self, held: Mapping[tuple[int, ...], int]) -> None:
         """Find the ranks that hold the same state; see `CourierState.find_replicas`."""
-        self.context.find_replicas(held)
+        self.state.find_replicas(held)
 
-    def settle_shared(self, held: Mapping[tuple[int, ...], int], state: Shareable) -> None:
+    def settle_shared(self, held: Mapping[tuple[int, ...], int], trainer: Shareable) -> None:
         """Agree on what is shared of a state that is not saved yet."""
-        self.context.settle_shared(held, state)
+        self.state.settle_shared(held, trainer)
 
     def make_room(self, lease: int, nbytes: int, gives_way: bool) -> None:
         """Make room in leased slots, for the state that a restore puts together.
 
         ``gives_way``: whether files that are left aside may be deleted for it.
         """
-        context = self.context
-        context.gives_way = context.gives_way or gives_way
-        slot = context.pool.leased(lease)[0]
-        context.ensure_room([(slot, nbytes)], waiting=[slot])
+        state = self.state
+        state.gives_way = state.gives_way or gives_way
+        slot = state.pool.leased(lease)[0]
+        state.ensure_room([(slot, nbytes)], waiting=[slot])
 
     # Jobs: restoring
 
     def choose(self, wanted: WantedStep, others: bool, source: str | None, bad: Mapping[str, str], checked: bool,
-               again: bool, remember: bool) -> FoundInMemory | Listed | None:  # fmt: skip
+               reuse: bool, remember: bool) -> FoundInMemory | Listed | None:  # fmt: skip
         """Choose between memory and directory, and fetch a checkpoint in memory to where it can be read.
 
         Args:
@@ -231,11 +231,11 @@ class Session:
             source: another directory, to be used instead of memory; None: memory and the job's own directory.
             bad: folders of the directory to skip, and why.
             checked: whether to verify every byte of what is in memory.
-            again: whether to take the checkpoint just chosen with ``remember``, if it fits and is unchanged.
+            reuse: whether to take the checkpoint just chosen with ``remember``, if it fits and is unchanged.
             remember: whether to remember the checkpoint for the next call.
         """
-        context = self.context
-        if again and (home := self._take_checked(wanted)) is not None:
+        state = self.state
+        if reuse and (home := self._take_checked(wanted)) is not None:
             return self._describe(home)
         self._unmap()
         found = self._sources.choose(wanted, others, source, bad, checked)
@@ -244,7 +244,7 @@ class Session:
             return found
         self._found = found
         if remember and isinstance(found, RankCheckpoint):
-            self._checked = _Checked(found, wanted, context.generation)
+            self._checked = _Checked(found, wanted, state.generation)
         return self._describe(found)
 
     def _take_checked(self, wanted: WantedStep) -> RankCheckpoint | None:
@@ -252,19 +252,19 @@ class Session:
         checked, self._checked = self._checked, None
         if checked is None:  # the same on all ranks
             return None
-        home, context = checked.home, self.context
+        home, state = checked.home, self.state
         same = checked.asked == wanted or wanted == WantedStep(home.header.step)
-        same = same and checked.generation == context.generation and any(home.slot is own for own in context.pool.own)
-        return home if context.world.all_of(same) else None
+        same = same and checked.generation == state.generation and any(home.slot is own for own in state.pool.own)
+        return home if state.world.all_of(same) else None
 
     def _describe(self, found: RankCheckpoint | FoundElsewhere) -> FoundInMemory:
-        context = self.context
-        history = (context.restored.rolled_forward, context.restored.source)
+        state = self.state
+        history = (state.restored.rolled_forward, state.restored.source)
         self._attempt = found.header.attempt if isinstance(found, RankCheckpoint) else found.attempt
         if isinstance(found, RankCheckpoint):
-            own = next(number for number, slot in enumerate(context.pool.own) if slot is found.slot)
+            own = next(number for number, slot in enumerate(state.pool.own) if slot is found.slot)
             header = found.header
-            return FoundInMemory(header.attempt, header.step, context.restored.restores, own, {}, found.files, *history)
+            return FoundInMemory(header.attempt, header.step, state.restored.restores, own, {}, found.files, *history)
         homes = {rank: file_number(home.slot.name) for rank, home in found.homes.items()}
         return FoundInMemory(found.attempt, found.step, found.restores, None, homes, found.files, *history)
 
@@ -278,12 +278,12 @@ class Session:
         """The mapped segments, of this rank's slots and of what was found, by inode."""
         slots = self._found_slots()
         found = {slot.segment.inode: slot.segment for slot in slots if slot.segment is not None and slot.view.nbytes}
-        return {**found, **self.context.pool.mapped()}
+        return {**found, **self.state.pool.mapped()}
 
     def _unmap(self) -> None:
         """Unmap what was found before, except this rank's own slots."""
         slots, self._found = self._found_slots(), None
-        self.context.pool.unmap_others(slots)
+        self.state.pool.unmap_others(slots)
 
     def exchange(self, attempt: Attempt, homes: Mapping[int, int], files: ShareFiles,
                  asked: Mapping[int, Sequence[WantedPart]]) -> bool:  # fmt: skip
@@ -292,37 +292,37 @@ class Session:
         ``homes``: by old rank, the numbers of the files that this rank reads for others. Returns whether all arrived
         intact.
         """
-        context = self.context
-        if not context.world.any_of(asked):
+        state = self.state
+        if not state.world.any_of(asked):
             return True
         opened: dict[int, RankCheckpoint] = {}
         try:
-            context.world.on_all(lambda: self._open(attempt, homes, files, opened))
+            state.world.on_all(lambda: self._open(attempt, homes, files, opened))
             has = {rank: (home.reader(), home.manifest.entries) for rank, home in opened.items()}
-            good = exchange_fragments(context, has, asked)
+            good = exchange_fragments(state, has, asked)
         finally:
-            context.pool.unmap_others(slot for home in opened.values() for slot in (home.slot, *home.shares))
+            state.pool.unmap_others(slot for home in opened.values() for slot in (home.slot, *home.shares))
         nbytes = sum(part.target.nbytes for parts in asked.values() for part in parts)
-        context.recorder.counts["bytes asked of other nodes"] += nbytes
+        state.recorder.counts["bytes asked of other nodes"] += nbytes
         return good
 
     def _open(self, attempt: Attempt, homes: Mapping[int, int], files: ShareFiles, opened: dict[int, RankCheckpoint]
               ) -> None:  # fmt: skip
-        context, mapped = self.context, self._mapped()
-        open_file: Callable[[int], Slot] = lambda number: context.pool.open(number, mapped)
+        state, mapped = self.state, self._mapped()
+        open_file: Callable[[int], Slot] = lambda number: state.pool.open(number, mapped)
         for rank, file in homes.items():
             slot = open_file(file)
             if slot.header is None or (slot.header.attempt, slot.header.rank) != (attempt, rank):
                 raise CorruptSlot(f"{slot.name} no longer holds the checkpoint that is being read", rank=rank)
-            opened[rank] = open_rank_checkpoint(open_file, context.world.node_index, slot, files)
+            opened[rank] = open_rank_checkpoint(open_file, state.world.node_index, slot, files)
 
     def hold_older(self, own: int) -> None:
         """Protect the step before from saves, whether the restored one, in own slot ``own``, can be loaded or not.
 
         Until the copies of the restored step are made, only the step before survives the loss of a node.
         """
-        self.context.pool.hold_older()
-        self.context.unprotected = self.context.pool.own[own]
+        self.state.pool.hold_older()
+        self.state.unprotected = self.state.pool.own[own]
 
     def reprotect_first(self, own: int) -> None:
         """Protect what was found, in own slot ``own``, before it is read or put together anew, if that needs it.
@@ -330,43 +330,43 @@ class Session:
         If a step was rolled forward, no other slots may have it. And a rank whose slot came from another node may hold
         a slot that is another rank's: it is freed when that rank's is protected, and a new state needs one.
         """
-        context = self.context
-        if context.restored.rolled_forward or not context.world.all_of(context.pool.has_free):
-            reprotect_or_remember(context, context.pool.own[own])
+        state = self.state
+        if state.restored.rolled_forward or not state.world.all_of(state.pool.has_free):
+            reprotect_or_remember(state, state.pool.own[own])
 
     def restored(self, own: int | None) -> None:
         """Note that a step was restored, from own slot ``own``; None: it was put together, or came from a directory."""
-        context = self.context
-        context.gives_way = True  # newer steps that could not be restored may now be deleted to make room
-        context.examiner.forget()
+        state = self.state
+        state.gives_way = True  # newer steps that could not be restored may now be deleted to make room
+        state.examiner.forget()
         self._drains.restored(self._attempt)
         if own is not None:
-            home = context.pool.own[own]
-            count_restore(context, home)
-            context.unprotected = None  # it is protected again now, and saves wait for it
+            home = state.pool.own[own]
+            count_restore(state, home)
+            state.unprotected = None  # it is protected again now, and saves wait for it
             assert home.header is not None
-            is_suspect = context.restored.verdict in (Verdict.SUSPECT, Verdict.BAD)
-            context.certification.restored(Saved(home.header.attempt, home.header.step), is_suspect)
+            is_suspect = state.restored.verdict in (Verdict.SUSPECT, Verdict.BAD)
+            state.certification.restored(Saved(home.header.attempt, home.header.step), is_suspect)
 
     def reprotect_restored(self, own: int) -> None:
         """Restore the redundancy of the restored step, which own slot ``own`` holds."""
-        context, recorder, home = self.context, self.context.recorder, self.context.pool.own[own]
+        state, recorder, home = self.state, self.state.recorder, self.state.pool.own[own]
         start, step = time.perf_counter(), 0 if home.header is None else home.header.step
         before = recorder.counts["slots reprotected"]
-        reprotect_or_remember(context, home)
+        reprotect_or_remember(state, home)
         recorder.reprotected(step, time.perf_counter() - start, recorder.counts["slots reprotected"] > before)
-        recorder.holds(context.pool.nbytes)
+        recorder.holds(state.pool.nbytes)
 
     def mark(self, step: int, is_good: bool) -> int:
         """Write a verdict on a step into all files that hold it; return in how many places it was found."""
-        context, verdict = self.context, Verdict.GOOD if is_good else Verdict.BAD
-        world = context.world
+        state, verdict = self.state, Verdict.GOOD if is_good else Verdict.BAD
+        world = state.world
         marked: set[Attempt] = set()
         folders: list[str] = []
 
         def write() -> None:
             if world.local_rank == 0:
-                marked.update(write_verdict(context.memory, step, verdict))
+                marked.update(write_verdict(state.memory, step, verdict))
 
         world.on_all(write)
         attempts = frozenset(attempt for of_rank in world.gather([*marked]) for attempt in of_rank)
@@ -377,17 +377,17 @@ class Session:
                 folders.extend(checkpoint_directory.mark(store, listed, step, verdict))
 
         world.on_all(write_folders)
-        context.certification.mark(attempts, is_good)
-        if is_good and context.certification.certified is not None:
-            context.examiner.forget()  # from now on the present values are the normal ones
+        state.certification.mark(attempts, is_good)
+        if is_good and state.certification.certified is not None:
+            state.examiner.forget()  # from now on the present values are the normal ones
         return len(attempts) + int(world.broadcast(len(folders), 0))
 
     def steps(self, alike: bool) -> list[int]:
         """List the steps that can be restored, according to headers; ``alike``: only those of as many ranks as now."""
-        context = self.context
-        size, listed = context.world.size, self._drains.listing().listed
+        state = self.state
+        size, listed = state.world.size, self._drains.listing().listed
         drained = {folder.step for folder in listed if not alike or folder.card.world_size == size}
-        return sorted(drained.union(restorable_steps(context, alike=alike)))
+        return sorted(drained.union(restorable_steps(state, alike=alike)))
 
     # Jobs: draining, and what needs no training
 
@@ -397,21 +397,21 @@ class Session:
 
     def scavenge(self) -> bool:
         """Begin to drain the newest checkpoint in memory, without training. Returns whether there is one."""
-        return scavenge(self.context, self._drains) is not None
+        return scavenge(self.state, self._drains) is not None
 
     def reprotect_newest(self) -> int | None:
         """Restore the redundancy of the newest checkpoint, without training. Returns its step, or None."""
-        return reprotect_newest(self.context)
+        return reprotect_newest(self.state)
 
     # Answered at once
 
     def lease(self, number: int, leave: bool, lent: Sequence[int]) -> list[SlotFile]:
         """Lease own slots to the trainer; see `SlotPool.lease`."""
-        return self.context.pool.lease(number, leave, lent)
+        return self.state.pool.lease(number, leave, lent)
 
     def release(self, number: int, given_up: Sequence[int]) -> None:
         """Take unused slots back; see `SlotPool.end_lease`."""
-        self.context.pool.end_lease(number, given_up)
+        self.state.pool.end_lease(number, given_up)
 
     def ask_drain(self) -> None:
         """Drain the checkpoint that is committed next."""
@@ -434,8 +434,8 @@ class Session:
             None: no limit), ``slots`` (for each: what it holds, file, use, rank, step and bytes), ``counts`` and
             ``seconds``.
         """
-        context, world, drain = self.context, self.context.world, self._drains.last
-        pool, protection, replicas = context.pool, context.protection, context.replicas
+        state, world, drain = self.state, self.state.world, self._drains.last
+        pool, protection, replicas = state.pool, state.protection, state.replicas
         kinds = {id(slot): kind for kind, pair in (("own", pool.own), ("share", pool.shares)) for slot in pair}
         slots = [
             {"what": kinds.get(id(slot), "of others"), "file": slot.name, "use": slot.use.value,
@@ -454,14 +454,14 @@ class Session:
             "group": list(protection.group), "partners": list(protection.partners),
             "shared with": [] if replicas is None or replicas.sharing is None else list(replicas.sharing.ranks),
             "transport": protection.transport, "mpi": "" if world.mpi is None else mpi_library.describe(),
-            "job": context.config.job, "memory": context.memory.path, "restored_from": context.restored.source,
-            "drain": drained, "send rate": context.pace.rate or None, "slots": slots,
-            "counts": dict(context.recorder.counts) | diverged, "seconds": dict(context.recorder.seconds),
+            "job": state.config.job, "memory": state.memory.path, "restored_from": state.restored.source,
+            "drain": drained, "send rate": state.pace.rate or None, "slots": slots,
+            "counts": dict(state.recorder.counts) | diverged, "seconds": dict(state.recorder.seconds),
         }  # fmt: skip
 
     def run_facts(self) -> dict[str, Any]:
         """Facts that do not change during this run, for its recorder."""
-        world, config, protection = self.context.world, self.context.config, self.context.protection
+        world, config, protection = self.state.world, self.state.config, self.state.protection
         return {
             "ranks": world.size, "nodes": list(world.topology.node_names), "redundancy": protection.scheme,
             "transport": protection.transport, "partners": list(protection.partners), "job": config.job,
@@ -471,9 +471,9 @@ class Session:
 
     def survives(self) -> str:
         """What may fail without the loss of a committed step; see `Checkpointer.survives`."""
-        context = self.context
-        survival = of(context.world.topology, context.protection.placement, context.shares)
-        return describe(survival, context.domains_by_kind)
+        state = self.state
+        survival = of(state.world.topology, state.protection.placement, state.shares)
+        return describe(survival, state.domains_by_kind)
 
     def tell_doing(self, what: str) -> None:
         """Note what the trainer does, for ranks that wait for this one."""

@@ -114,7 +114,7 @@ class DrainRun:
         lowest = min(range(world.size), key=lambda process: hosts[process][0])
         table: list[bytes] = yield from collectives.broadcast(survey.table, lowest)
         is_held = [all(digest in held for held in survey.digests.values()) for digest in table]
-        alike = yield from collectives.agree(np.array(is_held, dtype=np.uint8))
+        alike = yield from collectives.least_of(np.array(is_held, dtype=np.uint8))
         common = [digest for digest, is_alike in zip(table, alike, strict=True) if is_alike]
         reach("drain.dealt")
 
@@ -144,7 +144,7 @@ class DrainRun:
         rest = [name for name in reversed(self.written) if name not in self.commits]
         for names in (self.commits, rest):
             yield from in_thread(functools.partial(self._delete, names), "mlflash-drain")
-            yield from self.collectives.agree(np.zeros(1, dtype=np.int64))
+            yield from self.collectives.least_of(np.zeros(1, dtype=np.int64))
         if self.world.rank == 0 and self.inside is not self.store:
             yield from self._attempt(self.inside.remove_directory)
 
@@ -195,7 +195,7 @@ class DrainRun:
             if verb == "gather":
                 answer = yield from self.collectives.gather(value)
             else:
-                answer = yield from self.collectives.agree(np.array(value, dtype=np.int64))
+                answer = yield from self.collectives.least_of(np.array(value, dtype=np.int64))
 
     def _list_no_more_than_it_may(self, gathered: Gathered, sets: int) -> None:
         """Do not list pieces of tensors for rank 0 if all ranks together have too many of them."""

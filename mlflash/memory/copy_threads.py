@@ -66,7 +66,7 @@ class CopyThreads:
 ALONE = CopyThreads(1)
 
 
-def as_many_as_help(ranks: int, agree: Callable[[list[int]], list[int]],
+def as_many_as_help(ranks: int, least_of: Callable[[list[int]], list[int]],
                     cores: frozenset[int] = frozenset()) -> CopyThreads:  # fmt: skip
     """Make as many threads as make copies faster, which is measured. Collective over the world.
 
@@ -75,7 +75,7 @@ def as_many_as_help(ranks: int, agree: Callable[[list[int]], list[int]],
         cores: where copies will be made; empty: where this thread runs.
     """
     with _on(cores):
-        return CopyThreads(_measured(ranks, agree))
+        return CopyThreads(_measured(ranks, least_of))
 
 
 @contextlib.contextmanager
@@ -93,13 +93,13 @@ def _on(cores: frozenset[int]) -> Iterator[None]:
                 os.sched_setaffinity(0, own)
 
 
-def _measured(ranks: int, agree: Callable[[list[int]], list[int]]) -> int:
+def _measured(ranks: int, least_of: Callable[[list[int]], list[int]]) -> int:
     most = min(_MOST, len(os.sched_getaffinity(0)) // ranks)
     best, best_s = 1, 0.0
     tensors: list[np.ndarray] = []
     for number in (1, 2, 4, 8):
         worth_a_try = number <= most and (number == 1 or best == number // 2)
-        if agree([-int(worth_a_try and most > 1)])[0] == 0:  # no rank would use it
+        if least_of([-int(worth_a_try and most > 1)])[0] == 0:  # no rank would use it
             break
         if worth_a_try and not tensors:  # only once: filling new memory takes longer than copying it
             tensors = [np.ones((_PIECES, _PIECE_NBYTES), dtype=np.uint8) for _ in range(2)]

@@ -221,6 +221,11 @@ class Trace:
     damage: str  # what is wrong with it; "" if its header is good
     verdict: Verdict = Verdict.UNKNOWN
 
+    @property
+    def generation(self) -> int:
+        """The generation of what it holds; -1 if that cannot be read."""
+        return -1 if self.attempt is None else self.attempt.generation
+
 
 def scan_traces(memory: NodeDirectory, node: int) -> list[Trace]:
     """List the files of this node that hold something, including damaged ones."""

@@ -305,7 +305,7 @@ class NodeDirectory:
                 raise
             if full := too_small(error, self.path, f"room for the file {name}"):
                 raise full from error
-            raise UnsafePath(f"cannot open {path}: {error.strerror}", found=_look_at(name, self.fd)) from error
+            raise UnsafePath(f"cannot open {path}: {error.strerror}", found=_describe_name(name, self.fd)) from error
         status = os.fstat(fd)
         if not _is_ours(status):
             os.close(fd)
@@ -480,7 +480,7 @@ def _open_directory(name: str, above: int, path: str, make: bool) -> int:
         if isinstance(error, FileNotFoundError):
             raise
         raise UnsafePath(f"cannot use the directory {path}: {error.strerror}", expected=PRIVATE,
-                         found=_look_at(name, above)) from error  # fmt: skip
+                         found=_describe_name(name, above)) from error  # fmt: skip
     status = os.fstat(fd)
     if not is_private(status):
         os.close(fd)
@@ -488,7 +488,7 @@ def _open_directory(name: str, above: int, path: str, make: bool) -> int:
     return fd
 
 
-def _look_at(name: str, above: int) -> str:
+def _describe_name(name: str, above: int) -> str:
     try:
         return describe(os.stat(name, dir_fd=above, follow_symlinks=False))
     except OSError as error:

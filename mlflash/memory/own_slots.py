@@ -25,7 +25,7 @@ from .slot import Slot, Use, close_others, read_header, remove_file
 
 log = logging.getLogger("mlflash")
 
-_LOOK_S = 0.05  # longest wait before it looks for a free slot again
+_POLL_S = 0.05  # longest wait before it looks for a free slot again
 
 
 class SlotId(NamedTuple):
@@ -35,8 +35,8 @@ class SlotId(NamedTuple):
     number: int
 
 
-def named(own: Sequence[Slot], shares: Sequence[Slot]) -> list[tuple[SlotId, Slot]]:
-    """Name a rank's own slots."""
+def with_ids(own: Sequence[Slot], shares: Sequence[Slot]) -> list[tuple[SlotId, Slot]]:
+    """A rank's own slots with their ids."""
     kinds = ((False, own), (True, shares))
     return [(SlotId(kind, number), slot) for kind, slots in kinds for number, slot in enumerate(slots)]
 
@@ -78,7 +78,7 @@ class OwnSlots:
         self._leases: dict[int, object] = {}  # by number: what they are for
         self._versions: dict[SlotId, int] = {}  # of the newest report about each
         self._numbers = itertools.count(1)
-        self._couriers = 0  # how many have ended: their leases are void
+        self._epoch = 0  # how many couriers have ended: their leases are void
         # Not a Condition: that takes and releases its lock in Python code, and if a signal handler raises there, the
         # lock stays taken forever. It is reentrant, because a finalizer may run in the middle, on the same thread.
         self._lock = threading.RLock()
@@ -87,7 +87,7 @@ class OwnSlots:
         self._lent: collections.Counter[int] = collections.Counter()  # how many views this rank has handed out, by file
 
     def _all(self) -> list[tuple[SlotId, Slot]]:
-        return named(self.own, self.shares)
+        return with_ids(self.own, self.shares)
 
     def mapped(self) -> dict[int, Segment]:
         return {slot.segment.inode: slot.segment for _, slot in self._all() if slot.segment is not None}
@@ -106,21 +106,21 @@ class OwnSlots:
         with contextlib.suppress(OSError, MlflashError):  # the courier tries it, too, and all ranks hear of it
             self._memory.renew()
         while True:
-            number, courier = next(self._numbers), self._couriers
+            number, epoch = next(self._numbers), self._epoch
             self._leases[number] = taker
             lent = [inode for inode, views in list(self._lent.items()) if views]
             if files := self._courier.lease(number, leave, lent):
-                if (taken := self._begin(number, files, taker, courier)) is not None:
+                if (taken := self._begin(number, files, taker, epoch)) is not None:
                     return taken
                 self._courier.release(number, ())
             self._leases.pop(number, None)
             if not self._wait(end):
                 return None
 
-    def _begin(self, number: int, files: Sequence[SlotFile], taker: object, courier: int) -> tuple[Slot, Slot] | None:
+    def _begin(self, number: int, files: Sequence[SlotFile], taker: object, epoch: int) -> tuple[Slot, Slot] | None:
         """Note what was leased. None: the courier that was asked has ended, so that the lease is void."""
         with self._lock:
-            if courier != self._couriers:
+            if epoch != self._epoch:
                 return None
             self.update(files)
             slots = dict(self._all())
@@ -133,7 +133,7 @@ class OwnSlots:
         """Wait a little for a slot to become free; return whether there was time for it. Do not hold the lock."""
         left = end - time.monotonic()
         if left > 0:
-            self._freed.acquire(timeout=min(left, _LOOK_S))
+            self._freed.acquire(timeout=min(left, _POLL_S))
         return left > 0
 
     def freed(self) -> None:
@@ -190,7 +190,7 @@ class OwnSlots:
             self.forget(has_failed)
             with self._lock:
                 if not any(slot.lease for _, slot in self._all()):
-                    self._couriers += 1
+                    self._epoch += 1
                     self._versions.clear()  # the next courier begins anew
                     return True
             if not self._wait(end):
@@ -218,7 +218,7 @@ class OwnSlots:
         """Map the files that the courier has for the slots now."""
         fresh = []
         with self._lock, contextlib.ExitStack() as left:  # slots exchange files after a restore; mappings stay
-            slots, had = dict(self._all()), self.mapped()
+            slots, mappings = dict(self._all()), self.mapped()
             for report in files:
                 if report.version < self._versions.get(report.slot, 0):
                     continue  # it was overtaken by the answer to a lease
@@ -229,7 +229,7 @@ class OwnSlots:
                     elif slot.segment is not None:
                         left.callback(slot.segment.close)
                     slot.segment = slot.header = None
-                    fresh += self._map(slot, report, had)
+                    fresh += self._map(slot, report, mappings)
                 slot.header = None if slot.segment is None else read_header(slot.view)
         shared_memory_segment.prefault_in_background(fresh)
 
@@ -237,7 +237,7 @@ class OwnSlots:
         """Map the file of a slot; return the mapping if its pages have to be faulted in."""
         known = mappings.get(report.inode)
         if known is not None and known.nbytes == report.nbytes:
-            slot.segment = known.again()
+            slot.segment = known.duplicate()
             return []
         if report.file is None:
             return []
@@ -273,7 +273,7 @@ class OwnSlots:
 
     def open(self, file: int) -> Slot:
         """Map a slot file of this node for reading, until `unmap_others`. Raises CorruptSlot, UnsafePath or OSError."""
-        return Slot(shared_memory_segment.attach(self._memory, file_name(file), again=self.mapped()))
+        return Slot(shared_memory_segment.attach(self._memory, file_name(file), duplicated=self.mapped()))
 
     def pin(self) -> None:
         """Page-lock, in the background, the slots that the state is copied into."""
@@ -286,7 +286,7 @@ class OwnSlots:
         while any(segment.is_written_to for segment in segments):
             if time.monotonic() >= end:
                 return False
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return True
 
     def close(self) -> None:

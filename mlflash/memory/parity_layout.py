@@ -140,10 +140,10 @@ def parity_extents(blocks: Sequence[int], losses: int, block_nbytes: int) -> Ext
 
 def recoverable(members: int, losses: int, no_slot: Collection[int], no_parity: Collection[int]) -> bool:
     """Whether the missing slots can be rebuilt, judged by whole files."""
-    whole = Stripes((members - losses,) * members, losses)  # as many blocks as fill one row
-    lost = {whole.unit(member, False, block) for member in no_slot for block in range(whole.data)}
-    lost |= {whole.unit(member, True, block) for member in no_parity for block in range(losses)}
-    return whole.rebuild(lost) is not None
+    row = Stripes((members - losses,) * members, losses)  # as many blocks as fill one row
+    lost = {row.unit(member, False, block) for member in no_slot for block in range(row.data)}
+    lost |= {row.unit(member, True, block) for member in no_parity for block in range(losses)}
+    return row.rebuild(lost) is not None
 
 
 # Heads: the header and the block table of each slot of the group, where a slot has its manifest

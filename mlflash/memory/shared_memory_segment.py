@@ -98,7 +98,7 @@ class Segment:
         self._close_file = weakref.finalize(self, os.close, self._fd)
         self._close_file.atexit = False
 
-    def again(self) -> Segment:
+    def duplicate(self) -> Segment:
         """Return the same mapping once more; it exists until both are closed."""
         return Segment(self.name, self._fd, self.nbytes, fresh=False, same=self)
 
@@ -234,14 +234,14 @@ def _allocated(memory: NodeDirectory, name: str, fd: int, nbytes: int, begin: in
 
 
 def attach(memory: NodeDirectory, name: str, mapped: Mapping[int, Segment] | None = None, private: bool = False,
-           again: Mapping[int, Segment] | None = None) -> Segment:  # fmt: skip
+           duplicated: Mapping[int, Segment] | None = None) -> Segment:  # fmt: skip
     """Map a segment that an earlier process left.
 
     Args:
         mapped: existing mappings, by inode. A mapping of the same file is returned instead of a new one, whose pages
             would have to be faulted in again (which takes longer than reading them).
         private: what is written to it stays here: pages that are written to are copied first.
-        again: likewise, but the same mapping is returned once more, and the caller closes what it gets in any case.
+        duplicated: likewise, but the mapping is duplicated, and the caller closes what it gets in any case.
 
     Raises:
         CorruptSlot: the file is shorter than a page, or has holes that memory has no room to fill.
@@ -256,9 +256,9 @@ def attach(memory: NodeDirectory, name: str, mapped: Mapping[int, Segment] | Non
         known = (mapped or {}).get(status.st_ino)
         if known is not None and known.nbytes == nbytes:
             return known
-        known = (again or {}).get(status.st_ino)
+        known = (duplicated or {}).get(status.st_ino)
         if known is not None and known.nbytes == nbytes:
-            return known.again()
+            return known.duplicate()
         if status.st_blocks * 512 < nbytes:  # on a full tmpfs, a write to a hole would end in SIGBUS
             os.posix_fallocate(fd, 0, nbytes)
         return Segment(name, fd, nbytes, fresh=False, private=private)

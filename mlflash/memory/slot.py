@@ -221,9 +221,9 @@ def read_header(view: np.ndarray) -> Header | None:
 
 def close_others(slots: Iterable[Slot], own: Iterable[Slot]) -> None:
     """Close the segments of some slots that own slots do not have."""
-    kept = [slot.segment for slot in own]
+    segments = [slot.segment for slot in own]
     for slot in slots:
-        if slot.segment is not None and not any(slot.segment is segment for segment in kept):
+        if slot.segment is not None and not any(slot.segment is segment for segment in segments):
             slot.segment.close()
 
 

@@ -16,7 +16,7 @@ from ..errors import CorruptSlot
 from . import shared_memory_segment
 from .inventory import Inventory
 from .node_directory import NodeDirectory, file_name, file_number
-from .own_slots import SlotFile, SlotId, named
+from .own_slots import SlotFile, SlotId, with_ids
 from .slot import Attempt, Kind, Slot, Use, close_others, leave_behind, oldest_free, remove_file
 
 log = logging.getLogger("mlflash")
@@ -41,7 +41,7 @@ class SlotPool:
         self.inbox = {owner: [Slot() for _ in range(slots)] for owner in owners}
         self._rejected: list[Slot] = []
         self._spare: set[int] = set()  # files to delete as soon as nothing can need them
-        self._kept: set[int] = set()  # files to delete once a newer step is committed
+        self._needed: set[int] = set()  # files to delete once a newer step is committed
         self._stale: set[int] = set()  # those of `_spare` that do not hold the restored attempt
         self.aside: set[int] = set()  # files of this node that are not touched until a newer step is committed
         # returns the attempt that is held in addition to the newest; None: there is none
@@ -58,7 +58,7 @@ class SlotPool:
     def nbytes(self) -> int:
         return sum(slot.segment.nbytes for slot in self.all() if slot.segment is not None)
 
-    def adopt(self, files: AssignedFiles, kept: Attempt | None, trusted: Container[int], spare: Sequence[int],
+    def adopt(self, files: AssignedFiles, chosen: Attempt | None, trusted: Container[int], spare: Sequence[int],
               needed: Sequence[int] = ()) -> None:  # fmt: skip
         """Take over files that an earlier process left.
 
@@ -77,11 +77,11 @@ class SlotPool:
         ]:
             for index, number in enumerate(numbers):
                 pair[index] = self._attach(number, before)
-                self._judge(pair[index], kept, number in trusted)
+                self._judge(pair[index], chosen, number in trusted)
         for inode, mapping in before.items():
             if inode not in self.mapped():
                 mapping.close()
-        self._kept = set(needed)
+        self._needed = set(needed)
         self._spare, self._stale = set(spare), {number for number in spare if number not in trusted}
         shared_memory_segment.prefault_in_background([s.segment for s in self.all() if s.segment is not None])
 
@@ -91,18 +91,18 @@ class SlotPool:
     def open(self, file: int, mapped: Mapping[int, shared_memory_segment.Segment] | None = None) -> Slot:
         """Map a slot file of this node for reading, until `unmap_others`. Raises CorruptSlot, UnsafePath or OSError."""
         known = {**(mapped or {}), **self.mapped()}
-        return Slot(shared_memory_segment.attach(self._memory, file_name(file), again=known))
+        return Slot(shared_memory_segment.attach(self._memory, file_name(file), duplicated=known))
 
     def unmap_others(self, slots: Iterable[Slot]) -> None:
         close_others(slots, self.all())
 
-    def _judge(self, slot: Slot, kept: Attempt | None, trusted: bool) -> None:
-        if kept != self.certified() and self._is_certified(slot):  # not verified here, but when it is needed
+    def _judge(self, slot: Slot, chosen: Attempt | None, trusted: bool) -> None:
+        if chosen != self.certified() and self._is_certified(slot):  # not verified here, but when it is needed
             slot.use = Use.HOLDS
-        elif slot.header is not None and slot.header.attempt == kept:
+        elif slot.header is not None and slot.header.attempt == chosen:
             if trusted:
                 slot.use = Use.HOLDS
-            else:  # erased as soon as the attempt is whole elsewhere
+            else:  # erased as soon as the attempt is complete elsewhere
                 slot.header = None
                 self._rejected.append(slot)
 
@@ -123,7 +123,7 @@ class SlotPool:
     # Leases of own slots
 
     def _own(self) -> list[tuple[SlotId, Slot]]:
-        return named(self.own, self.shares)
+        return with_ids(self.own, self.shares)
 
     def lease(self, number: int, leave: bool = False, lent: Collection[int] = ()) -> list[SlotFile]:
         """Lease a free slot and one for a share to the trainer; nothing if none are free now. Any thread.
@@ -231,12 +231,11 @@ class SlotPool:
             taken: the slots it was staged into; the others may already be busy with the next save.
             held: the attempts that must be held once it is committed; None: this one, and the certified one.
         """
-        kept = {attempt, self.certified()} if held is None else held
         for slot in [*taken, *(slot for pair in self.inbox.values() for slot in pair)]:
             if slot.use is Use.BUSY:
                 slot.lease, slot.use = 0, Use.HOLDS if committed else Use.FREE
         if committed:
-            self.hold_only(kept)
+            self.hold_only({attempt, self.certified()} if held is None else held)
 
     def hold_only(self, held: Collection[Attempt | None]) -> None:
         for slot in self.all():
@@ -247,7 +246,7 @@ class SlotPool:
         return [slot for slot in self.all() if slot.header is not None and slot.header.attempt == attempt]
 
     def keep_only(self, slots: Sequence[Slot]) -> None:
-        """Free every slot except these (redundancy is whole in its new places), and unseal those found damaged."""
+        """Free every slot except these (redundancy is complete in its new places), and unseal those found damaged."""
         if self._rejected:
             self.exchange()
         for slot in self._rejected:
@@ -256,7 +255,7 @@ class SlotPool:
                 slot.use = Use.FREE
         self._rejected = []
         for slot in self.all():
-            if slot.use is Use.HOLDS and not self._is_certified(slot) and not any(slot is kept for kept in slots):
+            if slot.use is Use.HOLDS and not self._is_certified(slot) and not any(slot is other for other in slots):
                 slot.use = Use.FREE
 
     def hold_older(self) -> None:
@@ -266,24 +265,26 @@ class SlotPool:
             if slot.use is Use.FREE and slot.header is not None:
                 slot.use = Use.HOLDS
 
-    def free_older(self, kept: Attempt) -> None:
+    def free_older(self, restored: Attempt) -> None:
         """Let saves write the own slots that do not hold the restored attempt."""
         for slot in (*self.own, *self.shares):
-            if slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt not in (kept, self.certified())):
+            if slot.use is Use.HOLDS and (
+                slot.header is None or slot.header.attempt not in (restored, self.certified())
+            ):
                 slot.use = Use.FREE
 
     def keep_for_now(self, slot: Slot) -> None:
-        self._kept.add(file_number(slot.name))
+        self._needed.add(file_number(slot.name))
 
     def drop_spare(self, committed: bool = False) -> None:
         """Delete the files that nobody needs; once a newer step is ``committed``, also those kept until then."""
-        self._drop(self._spare | self._kept if committed else self._spare)
+        self._drop(self._spare | self._needed if committed else self._spare)
         if committed:
             self.aside.clear()
 
     def drop_aside(self) -> None:
         """Delete the files that were left aside. Not collective: the rank that keeps them deletes them."""
-        self._drop(self._kept & self.aside)
+        self._drop(self._needed & self.aside)
         self.aside.clear()
 
     def drop_stale(self) -> None:
@@ -293,15 +294,15 @@ class SlotPool:
     def _drop(self, numbers: set[int]) -> None:
         for number in sorted(numbers):
             self._memory.remove(file_name(number))
-        self._spare, self._stale, self._kept = self._spare - numbers, self._stale - numbers, self._kept - numbers
+        self._spare, self._stale, self._needed = self._spare - numbers, self._stale - numbers, self._needed - numbers
 
     def close(self) -> None:
         for slot in self.all():
             unmap(slot)
 
 
-def any_whole(slots: Iterable[Slot], verify: Callable[[Slot], object], what: str, forget: bool = True) -> bool:
-    """Whether one of some slots that hold the same is whole; with ``forget``, damaged ones before it are unsealed."""
+def any_intact(slots: Iterable[Slot], verify: Callable[[Slot], object], what: str, forget: bool = True) -> bool:
+    """Whether one of some slots that hold the same is intact; with ``forget``, damaged ones before it are unsealed."""
     for slot in slots:
         try:
             verify(slot)
@@ -339,9 +340,8 @@ class AssignedFiles:
 
 
 def assign(
-    inventory: Inventory,
+    files: Inventory,
     names: Sequence[str],
-    node: int,
     chosen: Attempt | None,
     same_ranks: bool,
     inboxes: Mapping[int, Sequence[int]],
@@ -354,9 +354,10 @@ def assign(
 
     A file of the chosen attempt goes to the rank that it concerns: the rank whose state it has, or that holds this
     copy, this parity or this share. The other files of that attempt come last, because they must not be written until
-    the redundancy is whole in its new places.
+    the redundancy is complete in its new places.
 
     Args:
+        files: the sealed files of this node.
         names: all slot files of this node, sealed or not.
         same_ranks: whether that attempt's ranks are the ranks of this run (same world size).
         inboxes: for each rank of this node, the ranks whose copies it holds, and itself if it holds parity.
@@ -365,22 +366,22 @@ def assign(
         copies: number of slots for each copy, and for parity.
 
     Returns:
-        The files of each rank here, and the numbers of those left over (to be deleted once the redundancy is whole in
-        its new places).
+        The files of each rank here, and the numbers of those left over (to be deleted once the redundancy is complete
+        in its new places).
     """
-    unused = _Unused(inventory.on(node), names, chosen, certified)
-    files = {
+    unused = _Unused(files, names, chosen, certified)
+    assigned = {
         rank: AssignedFiles([None] * own, {owner: [None] * copies for owner in inboxes[rank]}, [None] * own)
         for rank in inboxes
     }
     pairs: list[tuple[tuple[Kind, object], list[int | None]]]
-    pairs = [((Kind.SLOT, rank), files[rank].own) for rank in inboxes]
+    pairs = [((Kind.SLOT, rank), assigned[rank].own) for rank in inboxes]
     pairs += [
         ((Kind.PARITY if owner == rank else Kind.SLOT, owner), pair)
         for rank in inboxes
-        for owner, pair in files[rank].inbox.items()
+        for owner, pair in assigned[rank].inbox.items()
     ]
-    pairs += [((Kind.SHARE, shares[rank]), files[rank].share) for rank in inboxes if rank in shares]
+    pairs += [((Kind.SHARE, shares[rank]), assigned[rank].share) for rank in inboxes if rank in shares]
     if same_ranks:
         for (kind, what), pair in pairs:
             pair[0] = unused.take(True, kind, what)
@@ -393,29 +394,29 @@ def assign(
             if pair[index] is None:  # keep the kind: slots and parity have different sizes
                 pair[index] = unused.take(False, kind, fills=True)
     for (kind, _), pair in pairs:
-        if pair[1] is None and pair[0] not in unused.kept:  # so that one of the two can always be written
+        if pair[1] is None and pair[0] not in unused.chosen:  # so that one of the two can always be written
             pair[1] = unused.take(True, kind)
-    return files, sorted(unused.numbers)
+    return assigned, sorted(unused.numbers)
 
 
 class _Unused:
-    """The files of a node that no rank has taken over yet, the certified ones first; ``kept`` are the chosen ones."""
+    """The files of a node that no rank has taken over yet, the certified ones first; ``chosen``: by attempt."""
 
     def __init__(self, inventory: Inventory, names: Sequence[str], chosen: Attempt | None, certified: Attempt | None):
         self._certified = set(inventory.of(certified).rows["file"].tolist()) if certified else set[int]()
         self.numbers = sorted(map(file_number, names), key=lambda number: (number not in self._certified, number))
-        self.kept = {int(file) for file in inventory.of(chosen).rows["file"]} if chosen else set()
+        self.chosen = {int(file) for file in inventory.of(chosen).rows["file"]} if chosen else set()
         self._content: dict[int, tuple[Kind, object]] = {}
         for row in inventory.rows:
             kind = Kind(row["kind"])
             of_share = (int(row["shared_by"]), int(row["number"]))
             self._content[int(row["file"])] = (kind, of_share if kind is Kind.SHARE else int(row["rank"]))
 
-    def take(self, is_kept: bool, kind: Kind, what: object = None, fills: bool = False) -> int | None:
+    def take(self, is_chosen: bool, kind: Kind, what: object = None, fills: bool = False) -> int | None:
         """Take the first file of a kind that holds ``what``; ``fills``: leave the certified ones to their slots."""
         for number in self.numbers:
             file_kind, holds = self._content.get(number, (kind, None))
-            may_be = (number in self.kept) is is_kept and not (fills and number in self._certified)
+            may_be = (number in self.chosen) is is_chosen and not (fills and number in self._certified)
             if may_be and file_kind is kind and what in (None, holds):
                 self.numbers.remove(number)
                 return number

@@ -29,11 +29,10 @@ class BackgroundCollectives:
 
     def __init__(self, world: World):
         self._world, self._mpi = world, world.mpi
-        self._comm: Any = None if world.world is None else world.duplicate(world.world)
-        self._beat: Any = None if world.world is None else world.duplicate(world.world)
+        self._comm, self._beat = world.duplicate(world.world), world.duplicate(world.world)
 
-    def agree(self, values: np.ndarray) -> Operation:
-        return nonblocking.agree(self._mpi, self._comm, values)
+    def least_of(self, values: np.ndarray) -> Operation:
+        return nonblocking.least_of(self._mpi, self._comm, values)
 
     def gather(self, value: Any) -> Operation:
         return nonblocking.gather(self._mpi, self._comm, value)

@@ -10,6 +10,7 @@ If MPI has only a blocking call for something, the courier makes this call when 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -20,18 +21,25 @@ import numpy as np
 
 from ..errors import DeadlineExceeded
 from ..events import Event
+from ..text import listed
 from . import nonblocking
-from .nonblocking import Operation
+from .nonblocking import Agreement, Operation
 
-_FIRST_LOOK_S = 10.0  # until a rank that restores asks who is missing (or a quarter of its deadline); then twice that
+log = logging.getLogger("mlflash")
+
+_NAMED = 8  # ranks named in a text
+_FIRST_ASK_S = 10.0  # until a rank that restores asks who is missing (or a quarter of its deadline); then twice that
 
 
 class Abandoned(BaseException):
     """An exception left the Checkpointer: the courier drops what it is doing."""
 
 
-class Waits:
-    """The waits of one rank, with the deadline of its current job."""
+class Waits(Agreement):
+    """The waits of one rank, with the deadline of its current job; `World` is made of it."""
+
+    local_rank: int
+    mpi: Any
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
@@ -51,8 +59,8 @@ class Waits:
         self.pings: Pings | None = None
         self._clock = threading.Lock()  # held by the thread that reports a deadline
         self._naps = 0
-        self._last_ping_look = 0.0
-        self._job_began = self._look_after_s = 0.0
+        self._pings_answered_s = 0.0
+        self._job_began = self._ask_after_s = 0.0
         self._asking: Operation | None = None  # who is missing, before the deadline
         self._missing: Sequence[int] = ()  # the answer
 
@@ -62,7 +70,7 @@ class Waits:
         self.job_number += 1
         self.on_late = on_late
         self._job_began, self._asking, self._missing = time.monotonic(), None, ()
-        self._look_after_s = min(_FIRST_LOOK_S, self.timeout_s / 4)
+        self._ask_after_s = min(_FIRST_ASK_S, self.timeout_s / 4)
         self.deadline = self._job_began + self.timeout_s
 
     def end_job(self) -> None:
@@ -84,14 +92,6 @@ class Waits:
             self.deadline = float("inf") if passed else self.deadline
         return passed
 
-    def _late(self, missing: Sequence[int]) -> DeadlineExceeded:
-        """Make the error that some ranks were waited for too long."""
-        raise NotImplementedError
-
-    def _held(self) -> DeadlineExceeded:
-        """Make the error that the courier does not return."""
-        raise NotImplementedError
-
     # Waiting
 
     def pause(self) -> None:
@@ -106,14 +106,14 @@ class Waits:
         now = time.monotonic()
         self.poke()
         self.run_background()
-        if now - self._last_ping_look > 0.02:
+        if now - self._pings_answered_s > 0.02:
             self.answer_pings()
-            self._last_ping_look = now
+            self._pings_answered_s = now
             failed = None if self.pings is None else self.pings.failed
             if failed is not None and failed.job <= self.job_number:
                 raise failed
         if self.doing and self.pings is not None:
-            self._look_who_is_missing(self.pings, now - self._job_began)
+            self._ask_who_is_missing(self.pings, now - self._job_began)
         if now > self.deadline and self._take_deadline():
             # A rank that comes just now was waited for, too.
             self.on_late(self._late(self._who_is_missing() or self._missing))
@@ -190,14 +190,10 @@ class Waits:
         """Ask all ranks; the result is the ranks that do not answer."""
         return [] if self.pings is None else (yield from self.pings.ask(self._others()))
 
-    def _others(self) -> Sequence[int]:
-        """The ranks to ask if it is unknown which rank is waited for."""
-        raise NotImplementedError
-
-    def _look_who_is_missing(self, pings: Pings, seconds: float) -> None:
+    def _ask_who_is_missing(self, pings: Pings, seconds: float) -> None:
         """Ask who is missing if this job takes long, and log it. It does not wait: each call does a part of it."""
-        if self._asking is None and seconds > self._look_after_s:
-            self._look_after_s *= 2
+        if self._asking is None and seconds > self._ask_after_s:
+            self._ask_after_s *= 2
             self._asking = pings.ask(self.waiting_for or self._others(), self.job_number)
         if self._asking is not None:
             try:
@@ -205,10 +201,6 @@ class Waits:
             except StopIteration as end:
                 self._asking, self._missing = None, end.value
                 self._log_missing(end.value, seconds)
-
-    def _log_missing(self, missing: Sequence[int], seconds: float) -> None:
-        """Log for which ranks the job has waited for so long, if this rank is the one to say it."""
-        raise NotImplementedError
 
     def _who_is_missing(self) -> Sequence[int]:
         """Ask the ranks waited for. Missing are those that do not answer or have not reached this rank's job."""
@@ -224,6 +216,54 @@ class Waits:
             self.poke()
             time.sleep(1e-3)
         return ()
+
+    # Errors about waits that are too long
+
+    def names_of(self, ranks: Sequence[int]) -> str:
+        nodes = self.topology.node_names
+        texts = [f"rank {rank} on {self.topology.name_of(rank)}" if nodes else f"rank {rank}" for rank in ranks]
+        return listed(texts, _NAMED)
+
+    def _exceeded(self, what: str, ranks: Sequence[int]) -> DeadlineExceeded:
+        nodes = self.topology.node_names
+        return DeadlineExceeded(
+            f"waited {self.timeout_s:g} s {what}; the last committed step is untouched. All ranks must make each "
+            "collective call, including save and restore. A slow rank can still come; if it does not, or if it is "
+            "dead, relaunch the job",
+            rank=self.rank,
+            node=self.node_name if nodes else None,
+            ranks=ranks,
+            nodes=[self.topology.name_of(rank) for rank in ranks] if nodes else (),
+        )
+
+    def _late(self, missing: Sequence[int]) -> DeadlineExceeded:
+        whom = self.names_of(missing) or "the other ranks"
+        if self.pings is None and self.mpi is not None:
+            whom = f"all {self.size} ranks to come to Checkpointer()"
+        return self._exceeded(f"for {whom}", missing)
+
+    def _held(self) -> DeadlineExceeded:
+        where = f"inside of {self.inside}, which returns when all ranks have called it" if self.mpi else "at work"
+        return self._exceeded(f"and the courier of this rank is still {where}", self.waiting_for)
+
+    def _log_missing(self, missing: Sequence[int], seconds: float) -> None:
+        if not missing or (self.size <= ASK_ALL and missing[: self.rank] != [*range(self.rank)]):
+            return  # a lower rank logs it
+        texts = [f"{self.names_of([rank])} ({self._doing_of(rank)})" for rank in missing]
+        log.warning("this restore is waiting for %s, for %.0f s so far", listed(texts, _NAMED), seconds)
+
+    def _doing_of(self, rank: int) -> str:
+        doing = None if self.pings is None else self.pings.doing(rank)
+        return "no answer" if doing is None else doing or "not restoring"
+
+    def _others(self) -> Sequence[int]:
+        """The ranks to ask if it is unknown which rank is waited for."""
+        if self.size <= ASK_ALL:
+            return [rank for rank in range(self.size) if rank != self.rank]
+        first_ranks = [ranks[0] for ranks in self.topology.ranks_on]
+        asked = {*self.topology.ranks_on[self.node_index]} if self.local_rank == 0 else set()
+        asked |= {*first_ranks} if self.rank == 0 else {0} if self.rank in first_ranks[1:2] else set()
+        return sorted(asked - {self.rank})
 
 
 # Who is missing: when a wait takes long, ranks ask each other how far they are and what they do

@@ -24,7 +24,7 @@ log = logging.getLogger("mlflash")
 _IDLE_S = 0.05  # time between two looks of an idle courier for pings
 _BACKGROUND_S = 0.001, 0.02  # the same while work outside of jobs makes progress, and while it waits
 _GRACE_S = 10.0  # limit for an error to arrive after its deadline
-_LOOK_S = 0.2  # time between two checks of deadlines
+_CHECK_S = 0.2  # time between two checks of deadlines
 
 
 @dataclasses.dataclass(eq=False)
@@ -59,7 +59,7 @@ class JobThread:
         world.run_background = self._advance  # the rank that a job waits for may itself wait for this work
         self._queue: Queue[Job | None] = Queue()
         self._over = Event()  # the thread has ended
-        self._thread = threading.Thread(target=self._run, name="mlflash-courier", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="mlflash-jobs", daemon=True)
         self._thread.start()
         threading.Thread(target=self._watch, name="mlflash-deadline", daemon=True).start()
 
@@ -107,7 +107,6 @@ class JobThread:
             if self._world.abandoned.is_set():
                 return False
             self._advance()
-            self._answer_pings()
             self._use_idle_time()
             return True
         if job is None:
@@ -118,18 +117,16 @@ class JobThread:
 
     def _watch(self) -> None:
         """Report deadlines when that thread cannot, because it is inside MPI. Waiting threads need no MPI."""
-        while not self._over.wait(_LOOK_S):
+        while not self._over.wait(_CHECK_S):
             self._world.tell_if_held(_GRACE_S)
 
-    def _answer_pings(self) -> None:
-        """Answer pings while there is nothing to do."""
-        if self.broken is None:
-            try:
-                self._world.answer_pings()
-            except Exception as error:
-                self._fail(error)
-
     def _use_idle_time(self) -> None:
+        if self.broken is not None:
+            return
+        try:
+            self._world.answer_pings()
+        except Exception as error:
+            self._fail(error)
         if self.when_idle is None or self._background is not None or self.broken is not None:
             return
         try:

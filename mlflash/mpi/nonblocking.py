@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import MlflashError
+from ..placement.topology import Topology
 
 Operation = Generator[bool, None, Any]
 """A step-by-step operation. It yields True if it has progressed and False if it waits, and returns its result."""
@@ -45,7 +46,7 @@ def side_by_side(operations: Iterable[Operation]) -> Operation:
     return results
 
 
-def agree(mpi: Any, comm: Any, values: np.ndarray) -> Operation:
+def least_of(mpi: Any, comm: Any, values: np.ndarray) -> Operation:
     """Take the minimum of each number over all ranks: one allreduce."""
     if comm is None:
         return values
@@ -83,7 +84,7 @@ def raise_together(mpi: Any, comm: Any, error: MlflashError | None, values: Sequ
     """If any rank has an error, raise that of the lowest on all, causes first; otherwise return the minima."""
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     own = [rank if error is not None and not error.follows else size, rank if error is not None else size]
-    cause, first, *least = yield from agree(mpi, comm, np.array([*own, *values], dtype=np.int64))
+    cause, first, *least = yield from least_of(mpi, comm, np.array([*own, *values], dtype=np.int64))
     if first < size:
         agreed: MlflashError = yield from broadcast(comm, error, int(cause if cause < size else first))
         agreed.agreed = True
@@ -118,7 +119,24 @@ _NOTHING: Mapping[str, int] = {}
 
 
 class Agreement:
-    """How ranks agree. ``least_of`` is what a class of ranks defines."""
+    """How ranks agree; ``least_of`` is what a class of ranks defines.
+
+    Attributes:
+        rank, size: of this process, and how many there are.
+        topology: where they are.
+    """
+
+    rank: int
+    size: int
+    topology: Topology
+
+    @property
+    def node_index(self) -> int:
+        return self.topology.node_of[self.rank]
+
+    @property
+    def node_name(self) -> str:
+        return self.topology.name_of(self.rank)
 
     def least_of(self, values: Sequence[int], comm: Any = None) -> list[int]:
         """Take the minimum of each number over all ranks of ``comm``; None: all ranks."""

@@ -15,19 +15,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch, pip_install, text_of
+from ..errors import MlflashError, MpiUnavailable, WorldMismatch, pip_install, text_of
 from ..placement.topology import Node, Topology, from_node_ids
-from ..text import listed
 from . import nonblocking
-from .deadlines import ASK_ALL, Pings, Waits
-from .nonblocking import Agreement, Operation
+from .deadlines import Pings, Waits
+from .nonblocking import Operation
 
 log = logging.getLogger("mlflash")
 
 T = TypeVar("T")
 
 NO_TAG = 3  # no message has this tag
-_NAMED = 8  # ranks named in a text
 _FORWARDING_S = 1.0  # Hydra drops what it has not forwarded when an Abort arrives: 16 lines of 300, measured
 
 
@@ -79,7 +77,7 @@ def abort_all(mpi: Any, code: int) -> None:
     mpi.COMM_WORLD.Abort(code)
 
 
-class World(Waits, Agreement):
+class World(Waits):
     """The ranks of one Checkpointer, with communicators of their own after `connect`.
 
     Args:
@@ -149,14 +147,6 @@ class World(Waits, Agreement):
         return made
 
     @property
-    def node_index(self) -> int:
-        return self.topology.node_of[self.rank]
-
-    @property
-    def node_name(self) -> str:
-        return self.topology.name_of(self.rank)
-
-    @property
     def local_size(self) -> int:
         return len(self.topology.ranks_on[self.node_index])
 
@@ -172,7 +162,9 @@ class World(Waits, Agreement):
             return self.world.Split(color, self.rank)
 
     def duplicate(self, comm: Any) -> Any:
-        """Make another communicator of the same ranks. Collective over ``comm``."""
+        """Make another communicator of the same ranks; None without MPI. Collective over ``comm``."""
+        if comm is None:
+            return None
         made, request = comm.Idup()
         self.finish(request)
         return made
@@ -197,7 +189,7 @@ class World(Waits, Agreement):
         if self.world is None:
             return list(values)
         own = np.array(values, dtype=np.int64)
-        return [int(value) for value in self._run(nonblocking.agree(self.mpi, comm or self.world, own))]
+        return [int(value) for value in self._run(nonblocking.least_of(self.mpi, comm or self.world, own))]
 
     def gather(self, value: Any, comm: Any = None) -> list[Any]:
         """Give every rank the (pickled) value of every rank. Collective over ``comm`` (the world)."""
@@ -267,53 +259,6 @@ class World(Waits, Agreement):
 
     def _run(self, operation: Operation) -> Any:
         return self.drive([operation])[0]
-
-    # Errors about waits that are too long
-
-    def names_of(self, ranks: Sequence[int]) -> str:
-        nodes = self.topology.node_names
-        texts = [f"rank {rank} on {self.topology.name_of(rank)}" if nodes else f"rank {rank}" for rank in ranks]
-        return listed(texts, _NAMED)
-
-    def _exceeded(self, what: str, ranks: Sequence[int]) -> DeadlineExceeded:
-        nodes = self.topology.node_names
-        return DeadlineExceeded(
-            f"waited {self.timeout_s:g} s {what}; the last committed step is untouched. All ranks must make each "
-            "collective call, including save and restore. A slow rank can still come; if it does not, or if it is "
-            "dead, relaunch the job",
-            rank=self.rank,
-            node=self.node_name if nodes else None,
-            ranks=ranks,
-            nodes=[self.topology.name_of(rank) for rank in ranks] if nodes else (),
-        )
-
-    def _late(self, missing: Sequence[int]) -> DeadlineExceeded:
-        whom = self.names_of(missing) or "the other ranks"
-        if self.pings is None and self.mpi is not None:
-            whom = f"all {self.size} ranks to come to Checkpointer()"
-        return self._exceeded(f"for {whom}", missing)
-
-    def _held(self) -> DeadlineExceeded:
-        where = f"inside of {self.inside}, which returns when all ranks have called it" if self.mpi else "at work"
-        return self._exceeded(f"and the courier of this rank is still {where}", self.waiting_for)
-
-    def _log_missing(self, missing: Sequence[int], seconds: float) -> None:
-        if not missing or (self.size <= ASK_ALL and missing[: self.rank] != [*range(self.rank)]):
-            return  # a lower rank logs it
-        texts = [f"{self.names_of([rank])} ({self._doing_of(rank)})" for rank in missing]
-        log.warning("this restore is waiting for %s, for %.0f s so far", listed(texts, _NAMED), seconds)
-
-    def _doing_of(self, rank: int) -> str:
-        doing = None if self.pings is None else self.pings.doing(rank)
-        return "no answer" if doing is None else doing or "not restoring"
-
-    def _others(self) -> Sequence[int]:
-        if self.size <= ASK_ALL:
-            return [rank for rank in range(self.size) if rank != self.rank]
-        first_ranks = [ranks[0] for ranks in self.topology.ranks_on]
-        asked = {*self.topology.ranks_on[self.node_index]} if self.local_rank == 0 else set()
-        asked |= {*first_ranks} if self.rank == 0 else {0} if self.rank in first_ranks[1:2] else set()
-        return sorted(asked - {self.rank})
 
 
 def gather(world: World, value: Any) -> list[Any]:

@@ -93,12 +93,12 @@ class Examiner:
         wanted = set(range(generation % every, stretches, every))
         return Examination(held, slot, wanted | {int(held.stretch_of[part]) for part in held.suspect})
 
-    def look_at_all(self, slot: Slot, extents: Extents, stored: Iterable[Stored]) -> list[Finding]:
+    def examine_all(self, slot: Slot, extents: Extents, stored: Iterable[Stored]) -> list[Finding]:
         """Check all that a slot holds for NaN, and for infinities where all was finite, whatever it held before."""
         parts = find(stored, extents, self._skip)
         payload = slot.payload(extents)
         findings: list[Finding] = []
-        usual = {held.parts.names[part] for held in self._known  # infinite when it was first looked at
+        usual = {held.parts.names[part] for held in self._known  # infinite when it was first examined
                  for part in np.flatnonzero(held.most >= held.infinity)}  # fmt: skip
         for run in (run for runs in parts.runs for run in runs):
             if len(findings) >= _ENOUGH:
@@ -124,7 +124,7 @@ class Examination:
         self._next = 0  # number of the next stretch
         self.findings: list[Finding] = []
 
-    def look(self, upto: int) -> None:
+    def examine(self, upto: int) -> None:
         """Check the chosen blocks below a given one, unless that was done already."""
         parts = self._held.parts
         stretches = len(parts.runs) if upto >= parts.extents.blocks else upto // parts.stretch
@@ -143,12 +143,12 @@ class Examination:
             held.infinity[parts],
             held.parts.counts[parts] >= _FEW,
         )
-        was_looked_at = most != _NEVER
+        was_examined = most != _NEVER
         nan = now >= held.nan[parts]
-        infinite = ~nan & (now >= infinity) & was_looked_at & (most < infinity)
+        infinite = ~nan & (now >= infinity) & was_examined & (most < infinity)
         zero = (now == 0) & many & (last >= held.values[parts])
         usual = np.maximum(most, held.least[parts])
-        large = (now < infinity) & many & was_looked_at & (now > usual + held.leap[parts])
+        large = (now < infinity) & many & was_examined & (now > usual + held.leap[parts])
         wrong = nan | infinite | zero | large
         if wrong.any() or held.suspect:
             self._judge(run, now, {"NaN": nan, "infinite": infinite, "zero": zero, "large": large})
@@ -193,7 +193,7 @@ def in_words(findings: Sequence[Finding]) -> str:
 
 
 STRETCH_NBYTES = 1 << 20
-"""What is looked at at a time, so that numpy's calls take no time: a block or, where these are small, some."""
+"""What is examined at a time, so that numpy's calls take no time: a block or, where these are small, some."""
 
 
 class Stored(NamedTuple):

@@ -26,7 +26,7 @@ from ..crash_points import reach
 from ..errors import CorruptSlot
 from ..memory.parity_layout import Head, Stripes, Task, Unit, heads_blocks, pack_heads, parity_extents, read_heads
 from ..memory.slot import HEADER_NBYTES, MAX_GROUP, Attempt, Header, Slot, Use, table_check, unpack
-from ..memory.slot_pool import SlotPool, any_whole
+from ..memory.slot_pool import SlotPool, any_intact
 from ..mpi.nonblocking import Operation, SendRate, done, side_by_side
 from ..mpi.world import World
 from ..placement.protection_groups import Placement
@@ -106,7 +106,7 @@ class ParityExchange:
         self._free = list(range(len(self._lanes)))
 
     def moves(self, roles: Roles, blocks: Blocks) -> list[Operation]:
-        """This rank's part in some tasks, as operations whose result is whether every block was whole."""
+        """This rank's part in some tasks, as operations whose result is whether every block was intact."""
         sends = (self._send_block(coder, tag, unit, blocks) for coder, tag, unit in roles.sends)
         codes = (self._code(number, task, blocks) for number, task in roles.codes)
         takes = (self._take(coder, tag, unit, blocks) for coder, tag, unit in roles.takes)
@@ -261,7 +261,7 @@ class Parity:
         blocks = [-(-nbytes_of[rank] // layout.BLOCK_NBYTES) for rank in self.group]
         return {self._world.rank: parity_extents(blocks, self.scheme.losses, layout.BLOCK_NBYTES).nbytes}
 
-    def offer(self, pool: SlotPool, extents: Extents | None, again: bool) -> list[tuple[Slot, int]]:
+    def offer(self, pool: SlotPool, extents: Extents | None, only_missing: bool) -> list[tuple[Slot, int]]:
         """See `Protection.offer`. If a rank of the group takes no part, no parity is made. Collective over it."""
         self._extents, self._target = {}, None
         if not self.group:
@@ -274,7 +274,7 @@ class Parity:
         block_nbytes = self._extents[self._world.rank].block_nbytes
         if self._exchange is None or self._exchange.block_nbytes != block_nbytes:
             self._exchange = ParityExchange(self._world, block_nbytes, len(self.group))
-        self._holders = self._lacking if again else self.group
+        self._holders = self._lacking if only_missing else self.group
         if self._world.rank not in self._holders:
             return []
         self._target = pool.free_slot(pool.inbox[self._world.rank])
@@ -292,7 +292,7 @@ class Parity:
         return parity_extents(self._stripes.blocks, self.scheme.losses, block_nbytes)
 
     def moves(self, pool: SlotPool, source: Source, attempt: Attempt) -> list[Operation]:
-        """Make the parity, as operations whose result is whether this rank's share is whole and sealed."""
+        """Make the parity, as operations whose result is whether this rank's share is complete and sealed."""
         return [self._make(source, attempt)] if self._extents else []
 
     def _make(self, source: Source, attempt: Attempt) -> Operation:
@@ -346,7 +346,7 @@ class Parity:
         heads: list[Head] = []
         for rank in self.group:
             header = _good_head(*raw[rank], rank, attempt, self._extents[rank])
-            if header is None or not blocks.agrees(rank, raw[rank][1]):
+            if header is None or not blocks.matches(rank, raw[rank][1]):
                 return False
             heads.append((header, raw[rank][1]))
         packed, extents = pack_heads(heads), self._parity_extents
@@ -373,8 +373,8 @@ class Parity:
         """Whether a rank of the group lacks its parity: each checks its own, and ``forget`` unseals bad ones."""
         if not self.group:
             return False
-        whole = any_whole(self.kept(pool, attempt), _verify, f"rank {self._world.rank}: parity", forget)
-        answer = (int(whole), 0, 0)
+        intact = any_intact(self.kept(pool, attempt), _verify, f"rank {self._world.rank}: parity", forget)
+        answer = (int(intact), 0, 0)
         answers = swap(self._world, dict.fromkeys(self._others, answer), self._others)
         has = {**answers, self._world.rank: list(answer)}
         self._lacking = [rank for rank in self.group if not has[rank][0]]
@@ -430,7 +430,7 @@ class _GroupBlocks:
     def took(self, unit: Unit, check: int) -> None:
         self._seen[self._group[unit.member]][unit.block] = check
 
-    def agrees(self, rank: int, table: np.ndarray) -> bool:
+    def matches(self, rank: int, table: np.ndarray) -> bool:
         """Whether the blocks of a rank that were coded here match its table."""
         return all(int(table[block]) == check for block, check in self._seen[rank].items())
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 
 from ..memory.slot import Attempt, Slot
-from ..memory.slot_pool import SlotPool, any_whole
+from ..memory.slot_pool import SlotPool, any_intact
 from ..mpi.fabric import OpenMemory, choose_transport
 from ..mpi.nonblocking import Operation
 from ..mpi.world import World
@@ -52,19 +52,19 @@ class Protection:
     def close_windows(self) -> None:
         self._copies.close_windows()
 
-    def offer(self, pool: SlotPool, extents: Extents | None, again: bool = False) -> list[tuple[Slot, int]]:
+    def offer(self, pool: SlotPool, extents: Extents | None, only_missing: bool = False) -> list[tuple[Slot, int]]:
         """Announce what this rank will send; returns the inbox slots needed for what comes, with their bytes.
 
         Collective over the group.
 
         Args:
             extents: parts of the slot to send; None sends nothing.
-            again: only what `missing` found missing.
+            only_missing: only what `missing` found missing.
         """
-        return [need for part in self._parts for need in part.offer(pool, extents, again)]
+        return [need for part in self._parts for need in part.offer(pool, extents, only_missing)]
 
     def protect(self, pool: SlotPool, source: Source, attempt: Attempt) -> bool:
-        """Exchange what was offered; whether all arrived whole. The own slot and whole inbox slots are sealed then."""
+        """Exchange what was offered; whether all arrived intact. The own slot and what arrived are sealed then."""
         work = [operation for part in self._parts for operation in part.moves(pool, source, attempt)]
         self._world.waiting_for = sorted({rank for part in self._parts for rank in part.waiting_for})
         arrived = self._world.drive(work)
@@ -125,8 +125,8 @@ class PartnerCopies:
                 window.free()
         self._windows = []
 
-    def offer(self, pool: SlotPool, extents: Extents | None, again: bool) -> list[tuple[Slot, int]]:
-        lacking = self._lacking if again else self.partners
+    def offer(self, pool: SlotPool, extents: Extents | None, only_missing: bool) -> list[tuple[Slot, int]]:
+        lacking = self._lacking if only_missing else self.partners
         self._sends = lacking if extents is not None else ()
         to = {partner: extents if partner in self._sends else None for partner in self.partners}
         self._comes = {q: e for q, e in offer(self._world, to, self.owners).items() if e is not None}
@@ -139,7 +139,7 @@ class PartnerCopies:
         return [(self._targets[owner], e.nbytes) for owner, e in self._comes.items()]
 
     def moves(self, pool: SlotPool, source: Source, attempt: Attempt) -> list[Operation]:
-        """Exchange what was offered, as operations whose result is whether a slot arrived whole."""
+        """Exchange what was offered, as operations whose result is whether a slot arrived intact."""
         work = []
         for partner in self._sends:
             window = functools.partial(self._window_at, partner) if self._transport == "rma" else None
@@ -162,8 +162,10 @@ class PartnerCopies:
     def missing(self, pool: SlotPool, attempt: Attempt, forget: bool = True) -> bool:
         """Whether a partner lacks a copy of this rank's slot: each checks its own, and ``forget`` unseals bad ones."""
         what = f"rank {self._world.rank}: a copy"
-        whole = {owner: any_whole(_copies_of(pool, owner, attempt), Slot.verify, what, forget) for owner in self.owners}
-        have = {owner: (int(held), 0, 0) for owner, held in whole.items()}
+        intact = {
+            owner: any_intact(_copies_of(pool, owner, attempt), Slot.verify, what, forget) for owner in self.owners
+        }
+        have = {owner: (int(held), 0, 0) for owner, held in intact.items()}
         answer = swap(self._world, have, self.partners)
         self._lacking = [partner for partner, (held, _, _) in answer.items() if not held]
         return bool(self._lacking)

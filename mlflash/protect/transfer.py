@@ -1,9 +1,9 @@
 """A slot from one rank to another, in chunks, with checksums at both ends.
 
-Two transports with one receipt: ``p2p`` (Isend/Irecv into the mapped slot) and ``rma`` (Rput into the receiver's
-window). The sender makes the checksums of a chunk while the previous chunk is being sent. The receiver checks a chunk
-while the next one arrives, then checks table and header, seals its slot, and acknowledges. Both sides are operations
-for `World.drive`, so that one thread runs any number of them at the same time.
+There are two transports: ``p2p`` (Isend/Irecv into the mapped slot) and ``rma`` (Rput into the receiver's window). The
+sender makes the checksums of a chunk while the previous chunk is being sent. The receiver checks a chunk while the next
+one arrives, then checks table and header, seals its slot, and acknowledges. Both sides are operations for
+`World.drive`, so that one thread runs any number of them at the same time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHUNK_BLOCKS = 4
 Open MPI 5 refuses a count above 2^31-1.
 """
 _DEPTH = 4  # chunks in flight
-_LOOK_NBYTES = 1 << 20  # checked at a time, so that values are examined while they are in the cache
+_EXAMINED_NBYTES = 1 << 20  # checked at a time, so that values are examined while they are in the cache
 ARRIVAL_S = 30.0  # how long after its notice a Put chunk may take to become visible
 
 
@@ -40,14 +40,14 @@ class Source:
     Args:
         seal: called with the checksum of the finished table; makes the header, or returns None if the slot must stay
             unsealed (then the receiver refuses it, too). None for a slot that is sealed already.
-        look: told up to which block there are checksums: bytes that were just read are cheap to check.
+        examine: told up to which block there are checksums: bytes that were just read are cheap to check.
     """
 
     def __init__(
         self, slot: Slot, extents: Extents, seal: Callable[[int], Header | None] | None, pace: SendRate = AT_ONCE,
-        look: Callable[[int], None] = lambda block: None,
+        examine: Callable[[int], None] = lambda block: None,
     ):  # fmt: skip
-        self.slot, self.extents, self.pace, self._look = slot, extents, pace, look
+        self.slot, self.extents, self.pace, self._examine = slot, extents, pace, examine
         self._seal = seal
         self._checked = 0 if seal is not None else extents.blocks
 
@@ -55,11 +55,11 @@ class Source:
         """Make the checksums of all blocks below ``block`` that have none yet."""
         if block > self._checked:
             table = self.slot.table(self.extents)
-            step = max(1, _LOOK_NBYTES // self.extents.block_nbytes)
+            step = max(1, _EXAMINED_NBYTES // self.extents.block_nbytes)
             for first in range(self._checked, block, step):
                 last = min(first + step, block)
                 table[first:last] = self.slot.check_blocks(self.extents, first, last)
-                self._look(last)
+                self._examine(last)
             self._checked = block
 
     def seal(self) -> None:
@@ -102,7 +102,7 @@ def offer(world: World, to: Mapping[int, Extents | None], receive_from: Sequence
 
 def send(world: World, peer: int, source: Source, window: Callable[[int], tuple[OpenMemory, int]] | None = None
          ) -> Operation:  # fmt: skip
-    """Send a slot; the operation's result is whether the peer has it whole.
+    """Send a slot; the operation's result is whether the peer has it intact.
 
     Args:
         window: for the transport rma: gives, for the number that the receiver names, its window and target rank; None
@@ -137,18 +137,18 @@ def send(world: World, peer: int, source: Source, window: Callable[[int], tuple[
     source.seal()
     page = slot.view[:HEADER_NBYTES].copy()
     sent.append(comm.Isend([page, mpi.BYTE], peer, _HEADER))
-    whole = np.empty(1, dtype=np.int64)
-    sent.append(comm.Irecv(whole, peer, _ACK))
+    answer = np.empty(1, dtype=np.int64)
+    sent.append(comm.Irecv(answer, peer, _ACK))
     while sent:
         yield from done(sent.popleft())
     if target is not None:
         target[0].flush(target[1])  # after the acknowledgement, so that it does not wait
-    return bool(whole[0])
+    return bool(answer[0])
 
 
 def receive(world: World, peer: int, slot: Slot, extents: Extents, is_wanted: Callable[[Header], bool],
             window: tuple[int, OpenMemory] | None = None) -> Operation:  # fmt: skip
-    """Receive a slot; the operation's result is whether it arrived whole (then it is sealed).
+    """Receive a slot; the operation's result is whether it arrived intact (then it is sealed).
 
     Args:
         slot: where it goes; large enough for ``extents``.

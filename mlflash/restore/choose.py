@@ -70,7 +70,7 @@ class Sources:
             oldest = left[0].card.attempt.generation if left else 0
             in_memory = find_and_verify(self._context, wanted, others, oldest, checked, rejected)
             if in_memory is not None:
-                self._context.looked = True
+                self._context.has_searched = True
                 return in_memory
         if left and store is not None:
             if rejected and not self._context.left.unusable:  # keep what memory has: the directory may be damaged, too
@@ -79,7 +79,7 @@ class Sources:
             return left[0]
         self._refuse_unusable(wanted, source, listing, bad, rejected)
         self._say_what_others_wrote(store)
-        self._context.looked = True
+        self._context.has_searched = True
         return None
 
     def _say_what_others_wrote(self, store: Store | None) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import xxhash
 
-from ..channel.client import TrainerContext
+from ..channel.client import TrainerState
 from ..channel.ranks import Ranks
 from ..channel.records import FoundInMemory
 from ..channel.wanted_parts import WantedPart
@@ -35,7 +35,7 @@ from ..errors import (
 )
 from ..memory.inventory import NEWEST, WantedStep
 from ..protect.rank_checkpoint import RankCheckpoint, open_rank_checkpoint
-from ..save.queue import SaveQueue
+from ..save.save_queue import SaveQueue
 from ..state.rebuild import Filling, materialize, refuse_differences
 from ..storage.store import open_store
 from . import reshard
@@ -178,7 +178,7 @@ def _doing(method: Callable[Concatenate[Restores, _Takes], _Gives]) -> Callable[
 class Restores:
     """Fills states with what memory or the directory holds."""
 
-    def __init__(self, trainer: TrainerContext, saves: SaveQueue, drains: Drains):
+    def __init__(self, trainer: TrainerState, saves: SaveQueue, drains: Drains):
         self._trainer, self._courier, self._saves, self._drains = trainer, trainer.courier, saves, drains
         self._ranks, self._recorder, self._slots = trainer.ranks, trainer.recorder, trainer.slots
         self._loading = Loading(trainer.ranks, saves)

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from ..channel.client import TrainerContext
+from ..channel.client import TrainerState
 from ..channel.describe_ranks import Described, gather_ranks
 from ..channel.wanted_parts import WantedPart, exchange, items
 from ..memory.node_directory import file_number
@@ -61,7 +61,7 @@ class OpenInMemory:
     ``checks``: make checksums of all tensors that are whole. ``home``: this rank's own slot, if its ranks saved it.
     """
 
-    def __init__(self, trainer: TrainerContext, found: FoundElsewhere, checks: bool = False,
+    def __init__(self, trainer: TrainerState, found: FoundElsewhere, checks: bool = False,
                  told: Collection[str] = ()):  # fmt: skip
         self.found, self._trainer, self._ranks = found, trainer, trainer.ranks
         self.step, self.restores = found.step, found.restores
@@ -135,7 +135,7 @@ class OpenInMemory:
         self._trainer.slots.unmap_others([home.slot, *home.shares])
 
 
-def open_home(trainer: TrainerContext, file: int, files: ShareFiles) -> RankCheckpoint:
+def open_home(trainer: TrainerState, file: int, files: ShareFiles) -> RankCheckpoint:
     """Map the slot of an old rank of this node, and its shares, for reading."""
     return open_rank_checkpoint(trainer.slots.open, trainer.ranks.node_index, trainer.slots.open(file), files)
 

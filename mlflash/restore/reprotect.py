@@ -104,7 +104,7 @@ def protect_missing(context: CourierState, home: Slot, lacking: bool) -> None:
     header = home.header
     assert header is not None
     context.recorder.counts["slots reprotected"] += lacking
-    demand = protection.offer(pool, header.extents if lacking else None, again=True)
+    demand = protection.offer(pool, header.extents if lacking else None, only_missing=True)
     context.ensure_room(demand, pairs=False)  # of each pair, the other slot may hold the last copy of the step before
     whole = protection.protect(pool, Source(home, header.extents, None, context.pace), header.attempt)
     error: MlflashError | None = None

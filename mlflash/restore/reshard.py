@@ -20,14 +20,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..channel.client import TrainerContext
+from ..channel.client import TrainerState
 from ..channel.wanted_parts import WantedPart, items
 from ..crash_points import reach
 from ..errors import Closed, CorruptSlot, DeadlineExceeded, MlflashError, SaveFailed, StructureMismatch
 from ..memory.slot import Slot
 from ..protect.deduplication import Plan
 from ..protect.rank_checkpoint import RankCheckpoint
-from ..save.queue import PendingSave
+from ..save.save_queue import PendingSave
 from ..save.snapshot import Snapshot
 from ..save.stage import Staging
 from ..state.flatten import flatten, flatten_or_none
@@ -72,7 +72,7 @@ class Resharded:
         return Filling(state, self.flat.structure.tree, layout.entries, self.flat.plain, read)
 
 
-def reshard(trainer: TrainerContext, old: OpenCheckpoint, state: Any, gives_way: bool = False) -> Resharded:
+def reshard(trainer: TrainerState, old: OpenCheckpoint, state: Any, gives_way: bool = False) -> Resharded:
     """Put this rank's state together. Collective over the world; nothing in ``state`` is changed.
 
     Raises:
@@ -107,7 +107,7 @@ def reshard(trainer: TrainerContext, old: OpenCheckpoint, state: Any, gives_way:
     return made
 
 
-def _take_slots(trainer: TrainerContext, old: OpenCheckpoint, nbytes: int, gives_way: bool) -> tuple[Slot, Slot]:
+def _take_slots(trainer: TrainerState, old: OpenCheckpoint, nbytes: int, gives_way: bool) -> tuple[Slot, Slot]:
     slots = trainer.slots
 
     def take() -> tuple[Slot, Slot]:
@@ -152,12 +152,12 @@ def _warn_of_own(old: OpenCheckpoint, size: int) -> None:
                     how, listed(sorted(own), _NAMED), named(new))  # fmt: skip
 
 
-def give_up(trainer: TrainerContext, old: OpenCheckpoint) -> None:
+def give_up(trainer: TrainerState, old: OpenCheckpoint) -> None:
     """Let saves write the slots again, because what was put together in them was not loaded."""
     trainer.slots.give_back(old)
 
 
-def protect(trainer: TrainerContext, old: OpenCheckpoint, made: Resharded) -> None:
+def protect(trainer: TrainerState, old: OpenCheckpoint, made: Resharded) -> None:
     """Commit what was put together, as a save of its own; then the old slots may be freed. Collective over the world.
 
     If that fails, it is a warning, and the old slots stay until a newer step is committed.

@@ -107,11 +107,11 @@ class DeferredCopies:
         for transfer in self._transfers:
             if not transfer.wait(self._timeout_s):
                 self._fail(StateError(f"a device did not finish its copies within {self._timeout_s:g} s"))
-        self.look()
+        self.check_unchanged()
         if self.error is None and (name := self._spots.changed()) is not None:
             self._fail_changed(name, " (by a write that torch does not count, such as to .data)")
 
-    def look(self) -> None:
+    def check_unchanged(self) -> None:
         """Check whether something other than an optimizer's step changed a tensor.
 
         Call it once more when the slot is sealed: an operation counts its change only when it ends.
@@ -160,7 +160,7 @@ class DeferredCopies:
 
 
 _PIECE_NBYTES = 32 << 20  # half a millisecond of a fast link; each piece costs the host 10 us
-_LOOK_S = 2e-4  # between two checks whether copies have ended: a wait in the driver would have no deadline
+_POLL_S = 2e-4  # between two checks whether copies have ended: a wait in the driver would have no deadline
 
 _streams: dict[Any, Any] = {}
 
@@ -209,7 +209,7 @@ class DeviceCopies:
         while not self.is_done:
             if time.monotonic() > end:
                 return False
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         self._values.clear()
         return True
 

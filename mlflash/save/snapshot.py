@@ -13,7 +13,7 @@ from .deferred_copies import DeferredCopies
 
 log = logging.getLogger("mlflash")
 
-_LOOK_S = 0.5  # between two checks whether the courier is held up
+_POLL_S = 0.5  # between two checks whether the courier is held up
 
 
 class Snapshot:
@@ -83,7 +83,7 @@ class Snapshot:
             DeadlineExceeded: the time is up and it is not committed yet; it may still be.
         """
         end = float("inf") if timeout is None else time.monotonic() + timeout
-        while not self._woken.wait(max(0.0, min(_LOOK_S, end - time.monotonic()))):
+        while not self._woken.wait(max(0.0, min(_POLL_S, end - time.monotonic()))):
             if (blocked := self._blocked()) is not None:
                 raise blocked
             if time.monotonic() >= end:

@@ -7,14 +7,13 @@ share and makes checksums of the rest: with them the courier finds out whether a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import os
+import sys
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
@@ -22,16 +21,27 @@ import numpy as np
 import xxhash
 
 from ..crash_points import reach
-from ..errors import DeadlineExceeded, MlflashError, SaveFailed
+from ..errors import DeadlineExceeded, MlflashError, SaveFailed, StateError
 from ..memory.copy_threads import CopyThreads
+from ..memory.memory_limits import available, headroom
 from ..memory.own_slots import OwnSlots
+from ..memory.shared_memory_segment import Segment
 from ..memory.slot import Slot
 from ..protect.deduplication import Piece, Plan, Sharing, own_pieces, pieces
 from ..state import manifest
 from ..state.layout import PAGE_NBYTES, Layout, plan
-from ..state.leaves import Flat, Leaf, Structure, from_bytes, live_bytes
-from .copy_plan import CopyPlan
-from .deferred_copies import DeferredCopies, SampledBytes, Work
+from ..state.leaves import (
+    Flat,
+    Leaf,
+    Structure,
+    as_bits,
+    as_bytes,
+    from_bytes,
+    is_copied_as_bytes,
+    kept_bytes,
+    live_bytes,
+)
+from .deferred_copies import LARGE_NBYTES, DeferredCopies, DeviceCopies, SampledBytes, Work
 from .until import LazySaves, Until
 
 log = logging.getLogger("mlflash")
@@ -40,9 +50,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 """Of the leaves: none is copied later."""
+_PIECE_NBYTES = 8 << 20  # the longest wait of training if the courier is in the middle of a piece
 
 
-def _whole_or_anew(method: Method) -> Method:
+def _all_or_anew(method: Method) -> Method:
     """If an exception interrupts the method, make the next call trust nothing that is cached.
 
     An exception may come at any moment, because some signal handlers raise: between two things that belong together.
@@ -75,7 +86,7 @@ class Staging:
         self._layout: Layout | None = None
         self._pieces: tuple[Piece, ...] = ()
         self._entries = self._tree_bytes = b""
-        self._ways: dict[tuple[str, str], CopyPlan] = {}
+        self._copy_plans: dict[tuple[str, str], CopyPlan] = {}
         self._read_back: tuple[Layout, bytes] | None = None  # read back as by a restore; later only values change
         self._copied: Layout | None = None
 
@@ -86,7 +97,7 @@ class Staging:
             return False
         return structure is known or (structure.entries, structure.ties) == (known.entries, known.ties)
 
-    @_whole_or_anew
+    @_all_or_anew
     def plan(self, flat: Flat, sharing: Sharing | None = None, is_shared: Callable[[Leaf], bool] | None = None) -> Plan:
         """Lay out a state, or find it laid out; ``is_shared``: which parts ranks hold alike, if it is new."""
         structure, known = flat.structure, self.knows(flat)
@@ -112,22 +123,22 @@ class Staging:
         self._pieces = () if sharing is None else tuple(pieces(self._layout, len(sharing.siblings)))
         self._structure = structure
         self._entries = manifest.encode_entries(self._layout.entries)
-        self._ways.clear()
+        self._copy_plans.clear()
         return self._planned(flat, self._layout, sharing)
 
     def _planned(self, flat: Flat, layout: Layout, sharing: Sharing | None) -> Plan:
         shared = None
         if sharing is not None and layout.shared_nbytes:
             shared = manifest.Shared(sharing.by, len(sharing.siblings), layout.shared_nbytes)
-        whole = manifest.join(self._entries, self._tree_bytes, flat.plain, shared, self._provenance)
+        packed = manifest.join(self._entries, self._tree_bytes, flat.plain, shared, self._provenance)
         if self._read_back != (layout, self._tree_bytes):
             written = manifest.Manifest(layout.entries, flat.structure.tree, flat.plain, shared, self._provenance)
-            manifest.read_back(whole, written, layout.extents.payload_nbytes)
+            manifest.read_back(packed, written, layout.extents.payload_nbytes)
         self._read_back = layout, self._tree_bytes  # the same objects: a comparison of others takes as long as a copy
         private = flat.structure.private
-        return Plan(layout, whole, private) if shared is None else Plan(layout, whole, private, sharing, self._pieces)
+        return Plan(layout, packed, private) if shared is None else Plan(layout, packed, private, sharing, self._pieces)
 
-    @_whole_or_anew
+    @_all_or_anew
     def copy(
         self, flat: Flat, planned: Plan, slot: Slot, share: Slot | None = None, lazy: Mapping[int, Any] = NOTHING
     ) -> tuple[dict[Piece, int], DeferredCopies | None]:
@@ -158,14 +169,14 @@ class Staging:
         if share is not None:  # the host copies and checks leaves that are cut
             shared, entries = planned.layout.is_shared, planned.layout.entries
             lazy = {n: owner for n, owner in lazy.items() if owner.device.type == "cpu" or not shared(entries[n])}
-        way = self._way(planned, slot, share, flat)
-        way.lead(flat, frozenset(lazy))
-        way.copy(flat.values)
+        copy_plan = self._copy_plan(planned, slot, share, flat)
+        copy_plan.sort_leaves(flat, frozenset(lazy))
+        copy_plan.copy(flat.values)
         if self._copied is not planned.layout:
-            way.read_back(flat)
+            copy_plan.read_back(flat)
             self._copied = planned.layout
         samples = SampledBytes() if lazy else None
-        later, transfers = ([], []) if samples is None else way.begin(flat.values, samples)
+        later, transfers = ([], []) if samples is None else copy_plan.begin(flat.values, samples)
         checks: dict[Piece, int] = {}
         if share is not None:
             for leaf, work in _pieces_of(flat, planned, share, checks, lazy, samples):
@@ -180,18 +191,18 @@ class Staging:
         names = flat.structure.entries
         watched = ((names[n].name, tensor) for n, owner in lazy.items() for tensor in (flat.values[n], owner))
         copies = DeferredCopies(later, transfers, watched, self._timeout_s, samples)
-        for segment in way.segments:
+        for segment in copy_plan.segments:
             segment.writers.append(copies)
         return checks, copies
 
-    def _way(self, planned: Plan, slot: Slot, share: Slot | None, flat: Flat) -> CopyPlan:
-        """Where each leaf that goes anywhere as a whole goes, and how."""
+    def _copy_plan(self, planned: Plan, slot: Slot, share: Slot | None, flat: Flat) -> CopyPlan:
+        """Where each leaf that is not cut goes, and how."""
         layout = planned.layout
         key = (slot.name, "" if share is None else share.name)
         segments = [part.segment for part in (slot, share) if part is not None and part.segment is not None]
-        way = self._ways.get(key)
+        copy_plan = self._copy_plans.get(key)
         # Compare mappings, not names: views belong to a mapping, and a new file may have the name of an old one.
-        if way is None or way.layout is not layout or way.segments != segments:
+        if copy_plan is None or copy_plan.layout is not layout or copy_plan.segments != segments:
             payload = slot.payload(layout.extents)
             _clear_gaps(layout, payload)
             targets: list[Any] = [
@@ -204,8 +215,8 @@ class Staging:
                 for piece, room in own_pieces(planned, share):
                     if room.nbytes == layout.entries[piece.leaf].nbytes:
                         targets[piece.leaf] = from_bytes(layout.entries[piece.leaf], room)
-            way = self._ways[key] = CopyPlan(layout, segments, targets, self._copy_threads, self._timeout_s)
-        return way
+            copy_plan = self._copy_plans[key] = CopyPlan(layout, segments, targets, self._copy_threads, self._timeout_s)
+        return copy_plan
 
     def replan(self) -> None:
         """Lay the next state out anew: what is shared may have changed."""
@@ -213,7 +224,7 @@ class Staging:
 
     def forget(self) -> None:
         """Drop the cached views (the slots were replaced)."""
-        self._ways.clear()
+        self._copy_plans.clear()
 
 
 def has_room(planned: Plan, slot: Slot, share: Slot) -> bool:
@@ -263,6 +274,196 @@ def _clear_gaps(layout: Layout, payload: np.ndarray) -> None:
             payload[at : entry.start] = 0
         at = max(at, entry.start + entry.nbytes)
     payload[at:] = 0
+
+
+# Where the leaves of a state go in one slot, and how: at once, or later. Large contiguous CPU tensors go through
+# np.copyto (memcpy on one thread; torch's OpenMP copy is up to 26 times slower if ranks compete for cores). Small ones
+# go through one torch._foreach_copy_ per dtype, and those on other devices through a `DeviceCopies`.
+
+
+class CopyPlan:
+    """Where the leaves go in one slot, and how; ``targets``: a view for each; None: nowhere, or in pieces."""
+
+    def __init__(
+        self, layout: Layout, segments: list[Segment], targets: list[Any], copy_threads: CopyThreads, timeout_s: float
+    ):
+        self.layout, self.segments, self._targets = layout, segments, targets
+        self._copy_threads, self._timeout_s = copy_threads, timeout_s
+        self._structure: Structure | None = None
+        self._lazy: frozenset[int] = frozenset()
+
+    def sort_leaves(self, flat: Flat, lazy: frozenset[int]) -> None:
+        """Choose how each leaf of a state is copied; states of the very same structure are copied alike."""
+        if flat.structure is self._structure and lazy == self._lazy:
+            return
+        self._at_once, self._later = _Kinds(), _Kinds()
+        for number, (value, target) in enumerate(zip(flat.values, self._targets, strict=True)):
+            if target is not None:
+                (self._later if number in lazy else self._at_once).add(number, value, target)
+        if self._at_once.on_devices or self._later.on_devices:
+            for segment in self.segments:
+                segment.pin()
+        self._structure, self._lazy = flat.structure, lazy
+
+    def copy(self, values: list[Any]) -> None:
+        """Copy what is copied at once; then that may be changed again. Raises SaveFailed if a device takes too long."""
+        kinds = self._at_once
+        transfers = kinds.transfers(values, {}, self.segments)
+        for number, target in kinds.arrays:
+            np.copyto(target, values[number])
+        works: list[Work] = []
+        for number, target, raw in kinds.large:
+            value = values[number]
+            if value.is_conj() or value.is_neg():
+                _copy_together([target], [value])
+            elif self._copy_threads.threads == 1:
+                np.copyto(raw, as_bytes(value))
+            else:
+                works += _in_pieces(raw, as_bytes(value))
+        self._copy_threads.run(works)
+        for dtype, (targets, numbers) in kinds.small.items():
+            leaves = [values[n] for n in numbers]
+            _copy_together(targets, list(map(as_bits, leaves)) if is_copied_as_bytes(dtype) else leaves)
+        for transfer in transfers:
+            if not transfer.wait(self._timeout_s):
+                raise SaveFailed(f"a device did not finish its copies within {self._timeout_s:g} s")
+
+    def begin(self, values: list[Any], samples: SampledBytes) -> tuple[list[Work], list[DeviceCopies]]:
+        """Begin what is copied later; return the pieces still to be copied, and the copies that devices are making.
+
+        Both use the places where the bytes are now, because a parameter may get other memory meanwhile (FSDP does
+        that).
+        """
+        pieces: list[Work] = []
+        for number, _, raw in self._later.large:
+            live = kept_bytes(values[number].detach())
+            samples.add(self.layout.entries[number].name, live, raw)
+            pieces += _in_pieces(raw, live)
+        noted = {}
+        for device, (targets, numbers) in self._later.on_devices.items():
+            names, leaves = [self.layout.entries[n].name for n in numbers], [values[n] for n in numbers]
+            noted[device] = samples.note_on(device, names, leaves, [as_bytes(target) for target in targets])
+        return pieces, self._later.transfers(values, noted, self.segments)
+
+    def read_back(self, flat: Flat) -> None:
+        """Read the smallest leaf of each kind as a restore would, and compare it with the live one.
+
+        For a leaf that is copied later, only dtype and shape are compared: `SampledBytes` compares its bytes.
+        """
+        smallest: dict[tuple[Any, ...], int] = {}
+        entries = self.layout.entries
+        for number, (value, target) in enumerate(zip(flat.values, self._targets, strict=True)):
+            if target is None and entries[number].nbytes:
+                continue  # tied to another leaf, or copied in pieces
+            kind = (entries[number].kind, entries[number].dtype, target is None, number in self._lazy, *_how(value))
+            first = smallest.setdefault(kind, number)
+            if entries[number].nbytes < entries[first].nbytes:
+                smallest[kind] = number
+        for number in smallest.values():
+            value, target, entry = flat.values[number], self._targets[number], entries[number]
+            read = from_bytes(entry, np.empty(0, dtype=np.uint8)) if target is None else target
+            if (read.dtype, tuple(read.shape)) != (value.dtype, tuple(value.shape)):
+                raise StateError("a restore would read another dtype or shape", tensor=entry.name,
+                                 expected=f"{value.dtype} {tuple(value.shape)}",
+                                 found=f"{read.dtype} {tuple(read.shape)}")  # fmt: skip
+            is_there = target is not None and number not in self._lazy
+            if is_there and not np.array_equal(as_bytes(target), live_bytes(value)):
+                raise StateError("a restore would read other bytes than this leaf has: the copy is wrong, or the "
+                                 "leaf was changed meanwhile", tensor=entry.name)  # fmt: skip
+
+
+def _how(value: Any) -> tuple[Any, ...]:
+    """What decides how a leaf is copied, besides its dtype."""
+    if isinstance(value, np.ndarray):
+        return (value.flags.c_contiguous,)
+    is_odd = value.is_conj() or value.is_neg()
+    return value.device, value.is_contiguous(), value.numel() * value.element_size() >= LARGE_NBYTES, is_odd
+
+
+class _Kinds:
+    """Leaves by how they are copied."""
+
+    def __init__(self) -> None:
+        self.arrays: list[tuple[int, Any]] = []  # numbers and targets of those that numpy copies
+        # numbers of tensors, their targets, and the bytes of these, for memcpy
+        self.large: list[tuple[int, Any, np.ndarray]] = []
+        # for each dtype: targets and numbers of those that torch copies together
+        self.small: dict[Any, tuple[list[Any], list[int]]] = {}
+        self.on_devices: dict[Any, tuple[list[Any], list[int]]] = {}  # for each device: targets and numbers
+
+    def add(self, number: int, value: Any, target: Any) -> None:
+        if isinstance(value, np.ndarray):
+            self.arrays.append((number, target))
+        elif value.device.type == "cpu" and target.nbytes >= LARGE_NBYTES and value.is_contiguous():
+            self.large.append((number, target, as_bytes(target)))
+        else:
+            on_host = value.device.type == "cpu"
+            targets, numbers = (
+                self.small.setdefault(value.dtype, ([], []))
+                if on_host
+                else self.on_devices.setdefault(value.device, ([], []))
+            )
+            targets.append(as_bits(target))
+            numbers.append(number)
+
+    def transfers(
+        self, values: list[Any], more: Mapping[Any, tuple[Any, Any]], segments: Sequence[Segment]
+    ) -> list[DeviceCopies]:
+        """Let devices begin their copies; ``more``: a further target and value, by device."""
+        copies = []
+        for device, (targets, numbers) in self.on_devices.items():
+            leaves = [as_bits(values[n]) for n in numbers]
+            if device in more:
+                target, value = more[device]
+                targets, leaves = [*targets, target], [*leaves, value]
+            copies.append(DeviceCopies(device, targets, leaves, segments))
+        return copies
+
+
+def _in_pieces(target: np.ndarray, source: np.ndarray) -> list[Work]:
+    parts = (slice(at, at + _PIECE_NBYTES) for at in range(0, target.nbytes, _PIECE_NBYTES))
+    return [functools.partial(np.copyto, target[part], source[part]) for part in parts]
+
+
+def _copy_together(targets: list[Any], values: list[Any]) -> None:
+    torch = sys.modules["torch"]
+    with torch.no_grad():
+        torch._foreach_copy_(targets, values)
+
+
+# Without slots of the right size: a copy in plain memory of this process, so that training need not wait. The pages
+# of a slot are made for all ranks of a node, are filled with zeros, and are mapped by two processes; plain memory
+# needs none of that.
+
+
+def copy_to_host(flat: Flat, slots: float, memory: str, local_size: int, copy_threads: CopyThreads) -> Flat | None:
+    """Copy a state.
+
+    Args:
+        slots: bytes that all slots of a rank, and their redundancy, take for each byte of it.
+
+    Returns:
+        The same leaves with values of their own. None if some are on a device, which copies at full speed only to
+        page-locked memory, or if the node would not have the memory in addition to that of all slots.
+    """
+    if flat.is_on_device:
+        return None
+    layout = plan(flat, 0)
+    nbytes = layout.extents.payload_nbytes
+    wanted = int(local_size * nbytes * (1 + slots))
+    if wanted + headroom(wanted) > min(available(memory).values()):
+        return None
+    room = np.empty(nbytes, dtype=np.uint8)
+    values = [from_bytes(entry, room[entry.start : entry.start + entry.nbytes]) for entry in layout.entries]
+    ties = flat.structure.ties
+    copy_plan = CopyPlan(layout, [], [value if tie < 0 else None for value, tie in zip(values, ties, strict=True)],
+                   copy_threads, timeout_s=0.0)  # no leaf is on a device  # fmt: skip
+    copy_plan.sort_leaves(flat, frozenset())
+    copy_plan.copy(flat.values)
+    return Flat(flat.structure, values, flat.plain, flat.wholes)
+
+
+# States that are staged before their step is known
 
 
 @dataclasses.dataclass(eq=False)
@@ -354,69 +555,3 @@ class StagedStates:
                 except DeadlineExceeded:
                     pass  # a device still writes: nobody gets that slot
             self._pool.give_back(early)
-
-
-# Saves that all ranks begin before it is known whether they follow: a framework plans first, and may fail. A rank on
-# which a save does not follow posts its failure: the jobs of all ranks must match.
-
-
-@dataclasses.dataclass(eq=False)
-class ReservedSave:
-    """A save that was begun on all ranks, and that this rank posts, or fails."""
-
-    step: int
-    thread: threading.Thread  # works for it, and has finished with it when it posts it, begins something else, or ends
-    staged_states: tuple[StagedState, ...]  # what had been staged early when it was begun; nothing else will use it
-    is_claimed: bool = False  # whether its thread has come back to save it, and will post it
-
-
-class ReservedSaves:
-    """The reserved saves of this rank."""
-
-    def __init__(self, post_failure: Callable[[ReservedSave], None], timeout_s: float):
-        self._post_failure, self._timeout_s = post_failure, timeout_s
-        self._all: list[ReservedSave] = []
-        self._lock = threading.Lock()
-
-    def add(self, step: int, thread: threading.Thread, staged_states: tuple[StagedState, ...]) -> ReservedSave:
-        """Announce that a save follows; see `AdapterAPI.begin`."""
-        reservation = ReservedSave(step, thread, staged_states)
-        with self._lock:
-            self._all.append(reservation)
-        return reservation
-
-    def end(self, at_once: bool = False) -> None:
-        """Post the failure of saves that their thread has left; ``at_once``: also of those whose thread still works."""
-        current = threading.current_thread()
-        with self._lock:
-            waiting = [save for save in self._all if not save.is_claimed]
-            over = [save for save in waiting if at_once or save.thread is current or not save.thread.is_alive()]
-            self._all = [save for save in self._all if save not in over]
-        for reservation in over:
-            if at_once:
-                log.warning(
-                    "step %d is not saved: the thread that began this save did not come back to it in time",
-                    reservation.step,
-                )
-            self._post_failure(reservation)
-
-    def wait(self) -> None:
-        """Wait until all saves, or their failures, are posted; what this thread posts next comes after them."""
-        end = time.monotonic() + self._timeout_s
-        self.end()
-        while self._all:
-            time.sleep(1e-3)
-            self.end(at_once=time.monotonic() > end)
-
-    @contextlib.contextmanager
-    def claimed(self, reservation: ReservedSave) -> Iterator[None]:
-        """Let other threads' posts wait until the block has posted this save. Raises SaveFailed if it was given up."""
-        with self._lock:
-            if reservation not in self._all:
-                raise SaveFailed("this save was given up before its thread came back to it", step=reservation.step)
-            reservation.is_claimed = True
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._all.remove(reservation)

@@ -31,7 +31,7 @@ class LazySaves:
     def __init__(self, is_on: bool, speaks: bool):
         self._is_on, self._speaks = is_on, speaks
         self._leaves, self.steps = LazyLeaves(), Steps()
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._was_changed = False
         self._is_first = True
 
@@ -82,9 +82,9 @@ class LazySaves:
         self._was_changed = True
 
     def _say(self, why: str) -> None:
-        if self._is_on and self._speaks and why not in self._said:
+        if self._is_on and self._speaks and why not in self._logged:
             log.info("saves copy everything before they return, and not while training continues: %s", why)
-        self._said.add(why)
+        self._logged.add(why)
 
 
 # Leaves in the memory of an optimizer's own tensors, which only its step is meant to change, and tensors of which an
@@ -130,12 +130,12 @@ class LazyLeaves:
             if len(owned) == len(self._owners):
                 return owned
         self._structure = None  # in case of an exception in the next line, for example from a signal handler
-        self._optimizers, self._owners = optimizers, self._look(flat, until)
+        self._optimizers, self._owners = optimizers, self._find_owners(flat, until)
         self._structure = flat.structure
         owners = ((number, owner.tensor) for number, owner in self._owners.items())
         return {number: tensor for number, tensor in owners if tensor is not None}  # some are made only for this call
 
-    def _look(self, flat: Flat, until: Until) -> dict[int, _Owner]:
+    def _find_owners(self, flat: Flat, until: Until) -> dict[int, _Owner]:
         lazy = [(number, value) for number, value in enumerate(flat.values) if _is_lazy(value)]
         self.why = ""
         if any(group.get("capturable") for optimizer in until.optimizers for group in optimizer.param_groups):
@@ -348,9 +348,9 @@ def _is_passed_by() -> bool:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
         now = InstructionTranslator.current_tx()
-        whole = bool(now.one_graph or getattr(now, "error_on_graph_break", False))
+        is_one_graph = bool(now.one_graph or getattr(now, "error_on_graph_break", False))
     except (ImportError, AttributeError):  # another version of torch, which reports itself what it cannot compile
         return False
-    if whole:
+    if is_one_graph:
         HOOK.pass_by()
-    return whole
+    return is_one_graph

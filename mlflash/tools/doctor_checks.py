@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from ..channel.loaded_versions import not_run_with
 from ..checkpointer.checkpointer import Checkpointer
 from ..config import DISABLE, is_enabled, unknown_variables
 from ..errors import LaunchFailed, UnsafePath, WorldMismatch, pip_install
@@ -41,6 +40,7 @@ from ..placement.redundancy_scheme import parse
 from ..placement.topology import Node
 from ..run.on_slurm import ask
 from ..text import last_words, many, show_bytes
+from ..version import not_run_with
 from .doctor_findings import Context, Finding, fine, note, warning, wrong
 from .plan_schemes import Job, consider, node_nbytes
 

@@ -319,6 +319,6 @@ def test_where_it_is_off_urls_go_on_and_memory_has_nothing(options: dict[str, An
         COMM.Barrier()
         found = {"weights": torch.zeros(7)}
         assert checkpoints.load(found, url, mine) == 0 and torch.equal(found["weights"], state["weights"])
-        names = [thread.name for thread in threading.enumerate() if "mlflash-courier" in thread.name]
+        names = [thread.name for thread in threading.enumerate() if "mlflash-answers" in thread.name]
         assert not names and not list(root.glob("node*/*"))
         COMM.Barrier()

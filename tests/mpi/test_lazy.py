@@ -14,7 +14,7 @@ from holds import Hold
 from mpi4py import MPI
 
 from mlflash import Checkpointer, errors
-from mlflash.save import queue
+from mlflash.save import save_queue
 from mlflash.save.deferred_copies import DeferredCopies
 from mlflash.state.flatten import flatten
 
@@ -371,7 +371,7 @@ def test_where_a_node_has_memory_for_the_slots_only_the_save_waits_for_them(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, slots_only: int
 ) -> None:
     if slots_only == RANK:  # on each rank, or on one of them
-        monkeypatch.setattr(queue, "copy_to_host", lambda *_: None)
+        monkeypatch.setattr(save_queue, "copy_to_host", lambda *_: None)
     with Checkpointer(**options) as ckpt:
         state = state_of(1)
         snapshot = ckpt.save(1, state, until=optimizer_of(state))

@@ -19,7 +19,6 @@ import torch
 from keys import key_pair
 
 import mlflash
-from mlflash.channel.loaded_versions import loaded_versions
 from mlflash.drain import provenance
 from mlflash.drain.checkpoint_directory import list_checkpoints
 from mlflash.errors import ConfigError
@@ -28,6 +27,7 @@ from mlflash.placement.topology import this_node
 from mlflash.storage import canonical_json
 from mlflash.storage.store import Directory
 from mlflash.tools import on_disk
+from mlflash.version import loaded_versions
 
 MLFLASH = Path(sys.executable).with_name("mlflash")
 FILES = {"hdf5": ["checkpoint.h5", "rank-00000.h5"],

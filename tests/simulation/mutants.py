@@ -51,12 +51,12 @@ MUTANTS = [
     Mutant(
         "freed-before-agreed", "older slots are free as soon as a save is announced", "commit/commit.py",
         '    reach("protect.announced")\n',
-        '    reach("protect.announced")\n    context.pool.hold_only([])\n    context.tell_trainer()\n',
+        '    reach("protect.announced")\n    state.pool.hold_only([])\n    state.tell_trainer()\n',
     ),
     Mutant(
-        "receipt-before-copies", "the receipt is written before the copies are made", "commit/commit.py",
-        "    whole = context.protection.protect(",
-        "    _record(save, context, [save.slot])\n    whole = context.protection.protect(",
+        "commit-before-copies", "the commit is written before the copies are made", "commit/commit.py",
+        "    all_arrived = state.protection.protect(",
+        "    _record(save, state, [save.slot])\n    all_arrived = state.protection.protect(",
     ),
     Mutant(
         "told-before-agreed", "the snapshot says committed when this rank is done", "commit/commit.py",
@@ -86,8 +86,8 @@ MUTANTS = [
     ),
     Mutant(
         "generation-reused", "a run numbers its attempts from 1 again", "commit/start.py",
-        "    context.generation, context.floor, context.left.unusable = left.newest, ",
-        "    context.generation, context.floor, context.left.unusable = 0, ",
+        "    state.generation, state.floor, state.left.unusable = left.newest, ",
+        "    state.generation, state.floor, state.left.unusable = 0, ",
     ),
     # Slots
     Mutant(
@@ -178,7 +178,7 @@ MUTANTS = [
     ),
     Mutant(
         "copies-not-verified", "a damaged copy counts as whole", "protect/protection.py",
-        "any_whole(_copies_of(pool, owner, attempt), Slot.verify, what, forget)",
+        "any_intact(_copies_of(pool, owner, attempt), Slot.verify, what, forget)",
         "bool(_copies_of(pool, owner, attempt))", {"flips": True, "scheme": "copy", "launches": 4},
     ),
     # Special
@@ -194,7 +194,7 @@ MUTANTS = [
     ),
     Mutant(
         "repair-not-agreed", "only the rank that has damage repairs first", "commit/commit.py",
-        "    if agreed.damaged and not save.is_restored:\n", "    if context.damaged and not save.is_restored:\n",
+        "    if agreed.damaged and not save.is_restored:\n", "    if state.damaged and not save.is_restored:\n",
     ),
     Mutant(
         "damage-for-ever", "damage that was repaired is reported again", "restore/repair.py",

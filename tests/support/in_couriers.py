@@ -42,7 +42,7 @@ def three_copy_threads() -> None:
     """Take three threads for copies, without measuring how many help."""
     from mlflash.memory import copy_threads
 
-    copy_threads._measured = lambda ranks, agree: 3
+    copy_threads._measured = lambda ranks, least_of: 3
 
 
 def put_fails() -> None:
@@ -156,7 +156,7 @@ def counted() -> None:
 
     counts = Counts(Path(os.environ[COUNTS]))
     copy, digest = np.copyto, xxhash.xxh3_64_intdigest
-    agree, gather, broadcast = nonblocking.agree, nonblocking.gather, nonblocking.broadcast
+    least_of, gather, broadcast = nonblocking.least_of, nonblocking.gather, nonblocking.broadcast
 
     def note(name: str, comm: Any, nbytes: int) -> None:
         if comm is not None:
@@ -171,9 +171,9 @@ def counted() -> None:
         counts.add("checked", memoryview(data).nbytes)
         return digest(data, *args)
 
-    def counting_agree(mpi: Any, comm: Any, values: np.ndarray) -> Any:
+    def counting_least_of(mpi: Any, comm: Any, values: np.ndarray) -> Any:
         note("Iallreduce", comm, values.nbytes)
-        return agree(mpi, comm, values)
+        return least_of(mpi, comm, values)
 
     def counting_gather(mpi: Any, comm: Any, value: Any) -> Any:
         note("Iallgather", comm, len(pickle.dumps(value)))
@@ -183,6 +183,10 @@ def counted() -> None:
         note("Ibcast", comm, len(pickle.dumps(value)) if comm is None or comm.rank == root else 0)
         return broadcast(comm, value, root)
 
-    nonblocking.agree, nonblocking.gather, nonblocking.broadcast = counting_agree, counting_gather, counting_broadcast
+    nonblocking.least_of, nonblocking.gather, nonblocking.broadcast = (
+        counting_least_of,
+        counting_gather,
+        counting_broadcast,
+    )
     np.copyto = counting_copy  # type: ignore[assignment]
     xxhash.xxh3_64_intdigest = counting_digest

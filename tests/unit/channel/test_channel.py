@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import mlflash
 from mlflash.channel import channel
 from mlflash.channel.channel import Broken, Call, Channel, Reply
-from mlflash.channel.client import Client, TrainerContext
+from mlflash.channel.client import Client, TrainerState
 from mlflash.channel.records import Trainer
 from mlflash.courier.session import Session
 from mlflash.errors import Closed, MlflashError
@@ -123,6 +123,6 @@ def test_each_method_that_is_called_by_name_exists() -> None:
     called = (jobs | found["ask"] | found["notify"]) - {"close"}  # which ends the thread of jobs, too
     assert {name for name in called if not inspect.isfunction(getattr(Session, name, None))} == set()
     assert jobs >= Session.ASK_BACK
-    ends = (Trainer, TrainerContext, Client)
+    ends = (Trainer, TrainerState, Client)
     asked = found["_ask"] | found["_tell"]
     assert {name for name in asked if not any(hasattr(end, name) for end in ends)} == set()

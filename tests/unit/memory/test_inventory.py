@@ -71,9 +71,7 @@ def test_the_certified_state_of_a_rank_fills_no_slot_for_the_copies_of_another_o
     rows = [(RUN_A, 4, 40, 0, 0, 3), (RUN_A, 3, 30, 0, 0, 2), (RUN_A, 3, 30, 0, 0, 4), (RUN_A, 2, 20, 0, 0, 6),
             (RUN_A, 4, 40, 1, 0, 8), (RUN_A, 2, 20, 1, 0, 7)]  # fmt: skip
     here = names(2, 3, 4, 6, 7, 8)
-    files, unused = assign(
-        table(*rows), here, 0, Attempt(RUN_A, 4), True, {0: [1]}, {}, 5, 4, certified=Attempt(RUN_A, 2)
-    )
+    files, unused = assign(table(*rows), here, Attempt(RUN_A, 4), True, {0: [1]}, {}, 5, 4, certified=Attempt(RUN_A, 2))
     assert (files[0].own, files[0].inbox, unused) == ([3, 6, 2, None, None], {1: [8, 7, 4, None]}, [])
 
 
@@ -93,7 +91,7 @@ def test_files_are_shared_out_once_each_and_one_of_each_pair_can_be_written(data
     shares = {rank: (0, n) for n, rank in enumerate(here) if data.draw(st.booleans())}
     found = with_shares(found, data.draw(st.sets(st.integers(0, 17))), data.draw(st.integers(0, 3)))
     inboxes = {rank: owners[rank] for rank in here}
-    files, unused = assign(found, names(*range(count)), 0, Attempt(RUN_A, 2), True, inboxes, shares)
+    files, unused = assign(found, names(*range(count)), Attempt(RUN_A, 2), True, inboxes, shares)
     kept = {n for _, g, _, _, _, n in rows if g == 2}
     pairs = [pair for f in files.values() for pair in [f.own, f.share, *f.inbox.values()]]
     shared = [n for pair in pairs for n in pair if n is not None]

@@ -70,11 +70,11 @@ def test_a_mapping_that_several_have_is_pinned_once_until_the_last_has_closed_it
     """A restore maps what training has mapped once more, and closes one of the two; to pin anew costs a copy."""
     first = create(node_memory, 10_000)
     first.pin()
-    second = first.again()
+    second = first.duplicate()
     second.pin()
     first.close()
     first.close()
-    second.again().close()
+    second.duplicate().close()
     assert len(cudart.asked) == 1
     assert len(cudart.pinned) == (cudart.status == 0)
     second.close()

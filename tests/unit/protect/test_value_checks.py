@@ -72,10 +72,10 @@ class Model:
 
     def save(self, examiner: Examiner) -> list[Finding]:
         self._generation += 1
-        looking = examiner.begin(self.slot, self.extents, "key", lambda: self.stored, self._generation)
+        examination = examiner.begin(self.slot, self.extents, "key", lambda: self.stored, self._generation)
         for block in range(self.extents.blocks):
-            looking.look(block + 1)
-        return looking.findings
+            examination.examine(block + 1)
+        return examination.findings
 
 
 @pytest.mark.parametrize("dtype", TORCH)

@@ -222,8 +222,8 @@ def small(shm: Path, in_couriers: Callable[[str], None]) -> Callable[[], None]:
     def shrink() -> None:
         held = sum(path.stat().st_size for path in shm.glob("mlflash-*/j/slot-*"))
         left = f"{held + memory_limits.headroom(held)} - sum(slot.stat().st_size for slot in Path(path).glob('slot-*'))"
-        in_couriers("from pathlib import Path; from mlflash.commit import slot_growth; "
-                    f"slot_growth.available = lambda path: {{'tmpfs': {left}}}")  # fmt: skip
+        in_couriers("from pathlib import Path; from mlflash.commit import courier_state; "
+                    f"courier_state.available = lambda path: {{'tmpfs': {left}}}")  # fmt: skip
 
     return shrink
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mlflash.memory.copy_threads import CopyThreads
-from mlflash.save import copy_plan
-from mlflash.save.copy_plan import copy_to_host
+from mlflash.save import stage
+from mlflash.save.stage import copy_to_host
 from mlflash.state.flatten import flatten
 from mlflash.state.leaves import Flat, as_bytes
 
@@ -45,5 +45,5 @@ def test_leaves_of_any_kind_are_copied_bit_for_bit() -> None:
 def test_a_node_without_memory_for_it_besides_all_slots_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"a": torch.zeros(1 << 18)}  # 1 MiB, of which there are 5 with slots and copies, and 1 to spare
     for left, local_size, is_made in ((6 << 20, 1, True), (5 << 20, 1, False), (6 << 20, 2, False)):
-        monkeypatch.setattr(copy_plan, "available", lambda _, left=left: {"this": left, "that": 1 << 40})
+        monkeypatch.setattr(stage, "available", lambda _, left=left: {"this": left, "that": 1 << 40})
         assert (copied(state, local_size) is not None) is is_made

@@ -13,7 +13,7 @@ import torch
 from waiting import until
 
 from mlflash import Checkpointer, errors
-from mlflash.save import copy_plan
+from mlflash.save import stage
 
 TIMEOUT_S = 1.0  # of the device, which never comes: the test has to wait for it
 
@@ -29,9 +29,9 @@ def device_goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
             return goes_on.is_set()
 
     monkeypatch.setattr(torch.cpu, "Event", Event)
-    add = copy_plan._Kinds.add
+    add = stage._Kinds.add
 
-    def add_on_device(kinds: copy_plan._Kinds, number: int, value: Any, target: Any) -> None:
+    def add_on_device(kinds: stage._Kinds, number: int, value: Any, target: Any) -> None:
         if value.numel() == 20_000:
             targets, numbers = kinds.on_devices.setdefault(torch.device("cpu"), ([], []))
             targets.append(target)
@@ -39,7 +39,7 @@ def device_goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         else:
             add(kinds, number, value, target)
 
-    monkeypatch.setattr(copy_plan._Kinds, "add", add_on_device)
+    monkeypatch.setattr(stage._Kinds, "add", add_on_device)
     return goes_on
 
 

@@ -55,14 +55,14 @@ def test_a_copy_that_is_not_the_leaf_fails_the_first_save_of_its_structure(store
     state = {"a": make(size), "other": make(size + 1)}
     store.write(state)
     flat = store.flattener.flatten(state)
-    (way,) = store.stage._ways.values()
-    way.read_back(flat)
+    (copy_plan,) = store.stage._copy_plans.values()
+    copy_plan.read_back(flat)
     store.slot.payload(store.extents)[5] ^= 1
     with pytest.raises(StateError, match="other bytes") as caught:
-        way.read_back(flat)
+        copy_plan.read_back(flat)
     assert caught.value.tensor == "a"
-    way.lead(flat, frozenset((0, 1)))
-    way.read_back(flat)  # copied later: SampledBytes compare
+    copy_plan.sort_leaves(flat, frozenset((0, 1)))
+    copy_plan.read_back(flat)  # copied later: SampledBytes compare
 
 
 # Classes

@@ -8,17 +8,18 @@ whether it follows (`ReservedSave`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..channel.client import TrainerContext
+from ..channel.client import TrainerState
 from ..channel.ranks import Ranks, check_torch_rank
 from ..channel.records import SaveRequest
 from ..crash_points import reach
@@ -38,18 +39,9 @@ from ..memory.slot import Slot
 from ..protect.deduplication import Piece, Plan, ShareableLeaf, digests, replica_nbytes, shareable
 from ..state.flatten import Flattener, flatten_or_none
 from ..state.leaves import Flat
-from .copy_plan import copy_to_host
 from .deferred_copies import DeferredCopies
 from .snapshot import Snapshot
-from .stage import (
-    NOTHING,
-    ReservedSave,
-    ReservedSaves,
-    StagedState,
-    StagedStates,
-    Staging,
-    has_room,
-)
+from .stage import NOTHING, StagedState, StagedStates, Staging, copy_to_host, has_room
 from .until import LazySaves, Until
 
 log = logging.getLogger("mlflash")
@@ -61,13 +53,13 @@ _LEFT = "an exception, such as one of a signal handler, interrupted the copy of 
 class SaveQueue:
     """Makes snapshots of states and keeps those that have not ended."""
 
-    def __init__(self, trainer: TrainerContext):
+    def __init__(self, trainer: TrainerState):
         config = trainer.config
         self._trainer, self._config, self._courier, self._slots = trainer, config, trainer.courier, trainer.slots
         self._ranks, self._recorder = trainer.ranks, trainer.recorder
         self._pending: list[Snapshot] = []
         self._version = 0  # version of what ranks share
-        self._staging: PendingSave | None = None  # the newest save that waits for room
+        self._growing: PendingSave | None = None  # the newest save whose slots are made larger
         self.reservations = ReservedSaves(self._post_failure, config.timeout_s)
         self.last_step: int | None = None  # the newest step saved or restored; the next one must be larger
         self.undefined = ""  # why the state is undefined: a restore failed after it had changed some of it
@@ -93,7 +85,7 @@ class SaveQueue:
         for early in reservation.staged_states:
             self.staged_states.give_up(early)
         try:
-            self._save(reservation.step, _fail, again=True)
+            self._save(reservation.step, _fail, is_reserved=True)
         except MlflashError:
             pass  # the failure was reported for this step
 
@@ -116,7 +108,7 @@ class SaveQueue:
             for early in reservation.staged_states:
                 if early is not flat:
                     self.staged_states.give_up(early)
-            return self._save(reservation.step, fill, again=True)
+            return self._save(reservation.step, fill, is_reserved=True)
 
     def stage_early(self, flat: Flat, until: Until | None = None) -> StagedState | None:
         """Stage a state whose step is not known yet; None if that needs other ranks.
@@ -124,7 +116,7 @@ class SaveQueue:
         That is the case if its slots must be made first, if the ranks must agree on what is shared, or if another state
         is staged early.
         """
-        if self.staged_states.all or not self._is_settled(flat) or self._is_staging:
+        if self.staged_states.all or not self._is_settled(flat) or self._is_growing:
             return None
         timeout_s = self._config.timeout_s if self._config.when_busy == "wait" else 0
         return self.staged_states.stage(flat, self.plan(flat), timeout_s, until)
@@ -140,36 +132,36 @@ class SaveQueue:
         self.stage.forget()
         self.lazy.steps.close()
 
-    def _save(self, step: int, fill: Callable[[PendingSave], None], again: bool = False) -> Snapshot:
-        is_whole = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
-        whole = is_whole and 0 <= int(step) <= _MAX_STEP
-        snapshot = Snapshot(int(step) if whole else -1, lambda: self._courier.late)
+    def _save(self, step: int, fill: Callable[[PendingSave], None], is_reserved: bool = False) -> Snapshot:
+        is_integer = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
+        number = int(step) if is_integer and 0 <= int(step) <= _MAX_STEP else None
+        snapshot = Snapshot(-1 if number is None else number, lambda: self._courier.late)
         save = PendingSave(snapshot, self._slots, self._ranks)
         request = save.request
         late, refused = lambda error: self._note_late(snapshot, error), lambda error: save.ended(error)
         job = self._courier.job("commit", request, answers=save, on_late=late, on_refused=refused)
         mistake: BaseException | None = None
         try:
-            mistake = self._filled(save, lambda: self._check_step(int(step) if whole else None, step, again), fill)
+            mistake = self._filled(save, lambda: self._check_step(number, step, is_reserved), fill)
             self._recorder.posting(snapshot.step)
             self._courier.post(job)
             self._courier.wait_sent(job)
-            must_wait = request.waits_for_room and not again and not save.is_copied
-            if must_wait and not save.staged.wait(self._config.timeout_s):
-                save.left = "the slots were not made larger in time"
+            must_wait = request.waits_for_room and not is_reserved and not save.is_copied
+            if must_wait and not save.released.wait(self._config.timeout_s):
+                save.why_left = "the slots were not made larger in time"
         except BaseException:
-            save.left = _LEFT
+            save.why_left = _LEFT
             self._courier.post(job)  # in case it was not posted; twice has no effect
             raise
         finally:
             self._pending.append(snapshot)
-        snapshot.reported = mistake is not None or again  # a caller that waits for it tells all ranks
+        snapshot.reported = mistake is not None or is_reserved  # a caller that waits for it tells all ranks
         snapshot.stall_s = snapshot.age_s
-        staged = request.lease > 0 and request.problem is None
-        self._recorder.saved(snapshot.step, snapshot.stall_s, snapshot.nbytes, snapshot.later is not None, staged)
+        is_filled = request.lease > 0 and request.problem is None
+        self._recorder.saved(snapshot.step, snapshot.stall_s, snapshot.nbytes, snapshot.later is not None, is_filled)
         if mistake is not None:
             raise mistake
-        if not again:
+        if not is_reserved:
             self.raise_what_failed()
         return snapshot
 
@@ -210,8 +202,8 @@ class SaveQueue:
             except MlflashError:
                 pass  # it was logged, or the next save, wait or close raises it
 
-    def _check_step(self, step: int | None, given: object, again: bool) -> None:
-        least = 0 if self.last_step is None else self.last_step + (0 if again else 1)
+    def _check_step(self, step: int | None, given: object, is_reserved: bool) -> None:
+        least = 0 if self.last_step is None else self.last_step + (0 if is_reserved else 1)
         if step is None or step < least:
             raise StepOrderError(
                 "steps must grow from save to save",
@@ -224,10 +216,10 @@ class SaveQueue:
         check_torch_rank(self._ranks.rank, self._ranks.size, self._ranks.torch_group)
         request = save.request
         lazy = NOTHING if until is None else self.lazy.find(flat, until)
-        if self._is_staging and self._config.when_busy == "skip":
+        if self._is_growing and self._config.when_busy == "skip":
             request.skip = True
             return
-        if self._staging is not None and not self._staging.staged.wait(self._config.timeout_s):
+        if self._growing is not None and not self._growing.released.wait(self._config.timeout_s):
             raise self._failure(save, "an earlier save is still being staged")
         settled = self._is_settled(flat)
         if settled:
@@ -243,7 +235,7 @@ class SaveQueue:
         if request.plan is not None and has_room(request.plan, *taken):
             request.inode, request.checks = self._stage(save, flat, taken, lazy)
             return
-        request.waits_for_room, self._staging = True, save
+        request.waits_for_room, self._growing = True, save
         # A save without until= returns when the courier has everything. The courier then commits it even without the
         # trainer.
         if until is not None and self._config.lazy and (copied := self._copy_to_host(flat)) is not None:
@@ -259,9 +251,9 @@ class SaveQueue:
         return copy_to_host(flat, config.slots_per_state, config.memory, len(neighbours), threads)
 
     @property
-    def _is_staging(self) -> bool:
-        """Whether an earlier save still makes room in the slots, or copies a state into them."""
-        return self._staging is not None and not self._staging.staged.is_set()
+    def _is_growing(self) -> bool:
+        """Whether the slots of an earlier save are made larger, or are filled then."""
+        return self._growing is not None and not self._growing.released.is_set()
 
     def _lay_out(self, save: PendingSave, flat: Flat) -> Plan:
         planned = save.request.plan = self.plan(flat)
@@ -278,7 +270,7 @@ class SaveQueue:
     def prepare(self, state: object) -> None:
         """Make the slots for a state like this one; see `Checkpointer.prepare`."""
         self.settle()
-        flat = self._look_at(state)
+        flat = self._flatten_settled(state)
         planned = self._ranks.together(lambda: self.plan(flat), _unreadable)
         self.stage.replan()  # the first save settles once more what is shared
         size = planned.share_extents
@@ -291,14 +283,14 @@ class SaveQueue:
         self.settle()
         self._courier.call("reserve", nbytes, share_nbytes, self.last_step is None)
 
-    def _look_at(self, state: object) -> Flat:
+    def _flatten_settled(self, state: object) -> Flat:
         """Take a state apart, unless it is leaves already, and find out what of it is shared. Collective over comm."""
 
-        def look() -> tuple[Flat, dict[tuple[int, ...], int]]:
+        def flatten() -> tuple[Flat, dict[tuple[int, ...], int]]:
             flat = state if isinstance(state, Flat) else self._flattener.flatten(state)
             return flat, replica_nbytes(flat, self._ranks.from_torch)
 
-        flat, held = self._ranks.together(look, _unreadable)
+        flat, held = self._ranks.together(flatten, _unreadable)
         self._courier.call("settle_shared", held, answers=LiveState(flat, self._ranks))
         return flat
 
@@ -414,9 +406,9 @@ class PendingSave(LiveState):
         self.later: DeferredCopies | None = None
         # why the main thread continues although the slots may not be filled yet, and may change the state: for example
         # an exception of a signal handler
-        self.left = ""
-        # set when the slots are filled and the courier has them, or when the save cannot be staged or has ended
-        self.staged = Event()
+        self.why_left = ""
+        # set when training may go on: the courier has filled slots, or the save cannot be staged, or has ended
+        self.released = Event()
 
     def take_over(self, slot: Slot, share: Slot, plan: Plan, inode: int) -> None:
         """Save what is in own slots that were filled for something else."""
@@ -441,15 +433,15 @@ class PendingSave(LiveState):
             self._refuse_left()
             return (*staged, self.later is not None)
         except BaseException:
-            self.staged.set()
+            self.released.set()
             raise
 
     def handed_over(self) -> None:
-        self.staged.set()
+        self.released.set()
 
     def _refuse_left(self) -> None:
-        if self.left:
-            raise SaveFailed(self.left)
+        if self.why_left:
+            raise SaveFailed(self.why_left)
 
     def begin_deferred(self) -> None:
         if self.later is not None:
@@ -464,7 +456,7 @@ class PendingSave(LiveState):
     def is_changed(self) -> MlflashError | None:
         if self.later is None:
             return None
-        self.later.look()
+        self.later.check_unchanged()
         return self.later.error
 
     def cancel_deferred(self) -> None:
@@ -479,4 +471,70 @@ class PendingSave(LiveState):
             self._slots.give_back(self.request)
         self.snapshot.skipped = skipped
         self.snapshot.end(error, at)
-        self.staged.set()
+        self.released.set()
+
+
+# Saves that all ranks begin before it is known whether they follow: a framework plans first, and may fail. A rank on
+# which a save does not follow posts its failure: the jobs of all ranks must match.
+
+
+@dataclasses.dataclass(eq=False)
+class ReservedSave:
+    """A save that was begun on all ranks, and that this rank posts, or fails."""
+
+    step: int
+    thread: threading.Thread  # works for it, and has finished with it when it posts it, begins something else, or ends
+    staged_states: tuple[StagedState, ...]  # what had been staged early when it was begun; nothing else will use it
+    is_claimed: bool = False  # whether its thread has come back to save it, and will post it
+
+
+class ReservedSaves:
+    """The reserved saves of this rank."""
+
+    def __init__(self, post_failure: Callable[[ReservedSave], None], timeout_s: float):
+        self._post_failure, self._timeout_s = post_failure, timeout_s
+        self._all: list[ReservedSave] = []
+        self._lock = threading.Lock()
+
+    def add(self, step: int, thread: threading.Thread, staged_states: tuple[StagedState, ...]) -> ReservedSave:
+        """Announce that a save follows; see `AdapterAPI.begin`."""
+        reservation = ReservedSave(step, thread, staged_states)
+        with self._lock:
+            self._all.append(reservation)
+        return reservation
+
+    def end(self, at_once: bool = False) -> None:
+        """Post the failure of saves that their thread has left; ``at_once``: also of those whose thread still works."""
+        current = threading.current_thread()
+        with self._lock:
+            waiting = [save for save in self._all if not save.is_claimed]
+            over = [save for save in waiting if at_once or save.thread is current or not save.thread.is_alive()]
+            self._all = [save for save in self._all if save not in over]
+        for reservation in over:
+            if at_once:
+                log.warning(
+                    "step %d is not saved: the thread that began this save did not come back to it in time",
+                    reservation.step,
+                )
+            self._post_failure(reservation)
+
+    def wait(self) -> None:
+        """Wait until all saves, or their failures, are posted; what this thread posts next comes after them."""
+        end = time.monotonic() + self._timeout_s
+        self.end()
+        while self._all:
+            time.sleep(1e-3)
+            self.end(at_once=time.monotonic() > end)
+
+    @contextlib.contextmanager
+    def claimed(self, reservation: ReservedSave) -> Iterator[None]:
+        """Let other threads' posts wait until the block has posted this save. Raises SaveFailed if it was given up."""
+        with self._lock:
+            if reservation not in self._all:
+                raise SaveFailed("this save was given up before its thread came back to it", step=reservation.step)
+            reservation.is_claimed = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._all.remove(reservation)
