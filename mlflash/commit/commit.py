@@ -23,7 +23,7 @@ from typing import Protocol
 
 from ..channel.records import SaveRequest, Trainer
 from ..crash_points import reach
-from ..errors import DeadlineExceeded, MlflashError, SaveFailed, StepOrderError, SuspectState, text_of
+from ..errors import MlflashError, SaveFailed, StepOrderError, SuspectState, text_of
 from ..memory.slot import Attempt, Header, Slot, Verdict
 from ..protect.deduplication import all_checks
 from ..protect.examiner import in_words
@@ -109,9 +109,10 @@ def run(save: Save, state: CourierState, committed_now: Callable[[], None] = lam
     committed = error is None and not save.skipped
     try:
         save.trainer.cancel_deferred()
-    except DeadlineExceeded as late:  # a device still writes: nobody gets these files
-        error = error or late
-        state.pool.end_lease(save.request.lease, [slot.inode for slot in state.pool.leased(save.request.lease)])
+    except MlflashError as problem:  # a device may still write: nobody gets these files, unless all copies were made
+        if not committed:
+            error = error or problem
+            state.pool.end_lease(save.request.lease, [slot.inode for slot in state.pool.leased(save.request.lease)])
     if committed:
         save.due = state.certification.committed(Saved(save.attempt, save.request.step), save.is_suspect)
         save.is_given_up = save.attempt not in state.certification.held

@@ -243,10 +243,6 @@ class SessionThread:
         tell()
 
 
-class TrainerLost(MlflashError):
-    """The trainer has ended and cannot answer."""
-
-
 class TrainerConnection:
     """The channel to the trainer, shared by all threads of the courier."""
 
@@ -273,7 +269,7 @@ class TrainerConnection:
     def ask(self, world: World, session: int, job: int, method: str, *args: object) -> Any:
         """Ask the trainer something in the middle of a job. While this waits, MPI progresses as in other waits.
 
-        Raises TrainerLost if it has ended, and what the trainer has raised.
+        Raises SaveFailed if it has ended, and what the trainer has raised.
         """
         with self._asking:
             self._questions += 1
@@ -283,7 +279,7 @@ class TrainerConnection:
             self.send(Call(session, number, method, args, job))
             world.wait_for(lambda: woken.is_set() or self.is_lost.is_set())
             if not replies:
-                raise TrainerLost("the trainer of this rank has ended", rank=world.rank)
+                raise SaveFailed("its trainer ended before everything was copied", rank=world.rank)
             return replies[0].value()
         finally:
             del self._waiting[number]
@@ -358,34 +354,26 @@ class TrainerProxy:
             self._tell("begin_deferred")
 
     def finish_deferred(self) -> tuple[MlflashError | None, dict[Piece, int]]:
-        if not self._has_deferred:
-            return None, {}
-        try:
-            problem, checks = self._ask("finish_deferred")
-        except TrainerLost:
-            return _lost(), {}
+        problem, checks = self._ask("finish_deferred") if self._has_deferred else (None, {})
         return problem, checks
 
     def is_changed(self) -> MlflashError | None:
-        if not self._has_deferred:
-            return None
         try:
-            problem: MlflashError | None = self._ask("is_changed")
-        except TrainerLost:
-            return _lost()
+            problem: MlflashError | None = self._ask("is_changed") if self._has_deferred else None
+        except SaveFailed as error:  # the trainer has ended
+            return error
         return problem
 
     def cancel_deferred(self) -> None:
         if self._has_deferred:
-            with contextlib.suppress(TrainerLost):  # its copies ended with it
+            try:
                 self._ask("cancel_deferred")
+            except SaveFailed:
+                if not self._connection.is_lost.is_set():  # otherwise the trainer's copies have ended with it
+                    raise
 
     def ended(self, error: MlflashError | None, skipped: bool = False, at: float | None = None) -> None:
         self._tell("ended", error, skipped, time.monotonic() if at is None else at)
-
-
-def _lost() -> SaveFailed:
-    return SaveFailed("its trainer ended before everything was copied")
 
 
 class _Forward(logging.Handler):

@@ -266,30 +266,32 @@ def test_a_failed_save_writes_nothing_into_the_slot_that_the_next_one_gets(optio
 
 
 @two
-def test_a_device_that_does_not_end_its_copies_on_one_rank_costs_this_save_and_none_after_it(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "error", [errors.DeadlineExceeded("a copy did not finish"), RuntimeError("CUDA error")], ids=str
+)
+def test_a_device_that_fails_on_one_rank_costs_the_save_whose_copies_it_makes_and_no_other(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """The copies of that rank's slot have begun to arrive on others, and theirs there, when it gives its own up."""
-    stuck: list[int] = []
+    """Other ranks' slots have begun to arrive where a slot is given up."""
     finish, cancel = DeferredCopies.finish, DeferredCopies.cancel
 
     def finish_or_fail(copies: DeferredCopies) -> None:
         finish(copies)
-        if stuck:
+        if step == 3:
             copies.error = errors.StateError("a device did not finish its copies")
 
-    def cancel_or_time_out(copies: DeferredCopies) -> None:
+    def cancel_or_fail(copies: DeferredCopies) -> None:
         cancel(copies)
-        if stuck:
-            raise errors.DeadlineExceeded("a copy did not finish")
+        if step in (3, 5):
+            raise error
 
-    monkeypatch.setattr(DeferredCopies, "finish", finish_or_fail)
-    monkeypatch.setattr(DeferredCopies, "cancel", cancel_or_time_out)
+    if RANK == 0:
+        monkeypatch.setattr(DeferredCopies, "finish", finish_or_fail)
+        monkeypatch.setattr(DeferredCopies, "cancel", cancel_or_fail)
     training = Training()
     training.step()
     with Checkpointer(**options) as ckpt:
         for step in range(1, 6):
-            stuck[:] = [step] * (step == 3 and RANK == 0)
             snapshot = ckpt.save(step, training.state, until=training.optimizer)
             if step == 3:
                 with pytest.raises(errors.SaveFailed, match="did not finish its copies"):
