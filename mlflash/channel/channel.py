@@ -122,7 +122,7 @@ class _LongTuples(dict[int, tuple[Any, ...]]):
     """The last long tuples that one end has sent or received, by number."""
 
     def number_of(self, value: tuple[Any, ...]) -> int | None:
-        return next((number for number, kept in self.items() if kept is value), None)
+        return next((number for number, sent in self.items() if sent is value), None)
 
     def keep(self, number: int, value: tuple[Any, ...]) -> None:
         self[number] = value

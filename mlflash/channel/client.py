@@ -66,17 +66,12 @@ class TrainerState:
         """Whether the ranks have agreed that all that share hold this leaf alike."""
         return key_of(leaf.entry) in self.sharing.agreed
 
-    def freed(self) -> None:
-        self.slots.freed()
-
-    def update(self, files: Iterable[SlotFile]) -> None:
+    def update(self, files: Iterable[SlotFile], has_free: bool, sharing: SharingNews | None, is_unprotected: bool
+               ) -> None:  # fmt: skip
         self.slots.update(files)
-
-    def set_sharing(self, sharing: SharingNews) -> None:
-        self.sharing = sharing
-
-    def set_unprotected(self, is_unprotected: bool) -> None:
-        self.is_unprotected = is_unprotected
+        self.sharing, self.is_unprotected = sharing or self.sharing, is_unprotected
+        if has_free:
+            self.slots.freed()
 
 
 class Client:
@@ -111,7 +106,7 @@ class Client:
         self.start: Start | None = None
         self._starting: PendingCall | None = None  # the job that introduces it for the first time
         self._jobs: dict[int, PendingCall] = {}
-        self._asked: dict[int, PendingCall] = {}  # calls that are no jobs
+        self._questions: dict[int, PendingCall] = {}  # calls that are no jobs
         self._scope_numbers = itertools.count(1)
         self._scopes: dict[int, int] = {}  # the restart scope that each thread is in
         # the newest scopes that this rank was in when its courier ended, and that any rank was in; 0: none
@@ -243,7 +238,7 @@ class Client:
 
     def _ask(self, send: Callable[[PendingCall], None], method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
         call = PendingCall(self, Call(self.number, self._connection.number(), method, args), is_kept=True)
-        self._asked[call.number] = call
+        self._questions[call.number] = call
         try:
             send(call)
             end = time.monotonic() + timeout_s
@@ -256,7 +251,7 @@ class Client:
                 raise call.error
             return call.result
         finally:
-            del self._asked[call.number]
+            del self._questions[call.number]
 
     def notify(self, method: str, *args: Any, is_kept: bool = False) -> None:
         """Call a method without waiting for it; ``is_kept``: of the next courier, if there is none now."""
@@ -296,16 +291,16 @@ class Client:
 
     def take(self, frame: Call | Reply) -> None:
         """Take what has arrived; the thread that answers does what must be in order."""
-        if isinstance(frame, Reply) and (asked := self._asked.get(frame.number)) is not None:
-            asked.end(frame.error, frame.result)
+        if isinstance(frame, Reply) and (question := self._questions.get(frame.number)) is not None:
+            question.end(frame.error, frame.result)
         elif isinstance(frame, Call) and frame.method == "late":
             number, error = frame.args
             if (late := self._jobs.get(number)) is not None:
                 self.late = error
                 late.be_late(error)
         elif isinstance(frame, Call) and frame.number and self.is_closed:
-            gone = Closed("this Checkpointer was closed")  # a save that an exception left is still under way
-            self._connection.queue.put(PendingCall(self, Reply(self.number, frame.number, None, gone)))
+            closed = Closed("this Checkpointer was closed")  # a save that an exception left is still under way
+            self._connection.queue.put(PendingCall(self, Reply(self.number, frame.number, None, closed)))
         else:
             self._frames.put(frame)
 
@@ -394,7 +389,7 @@ class Client:
         self.broken = None if self._is_down else error
 
     def _note_freed(self) -> None:
-        """Note that all ranks are done with this Checkpointer, no matter how couriers end, if `Free` was posted."""
+        """Note that all ranks are done with this Checkpointer, no matter how couriers end, if `free` was posted."""
         if self._free is not None and not self._is_freed:
             self._is_freed = True
             self._connection.freed.append(self._name)
@@ -403,7 +398,7 @@ class Client:
 
     def lose(self, why: Closed) -> None:
         """End all waits for a courier that has ended and has no successor."""
-        self._note_freed()  # if only `Free` was left: all saves have ended
+        self._note_freed()  # if only `free` was left: all saves have ended
         if self.is_closed or self._is_freed:
             return
         if self.start is not None or self.broken is None:  # it was not lost before
@@ -433,7 +428,7 @@ class Client:
                 self.trainer.recorder.courier_died(pid, why)
             self.broken = None if self.start is not None else self.broken  # it failed because another one had ended
             self._lose_drains()
-            for call in [call for call in list(self._asked.values()) if not call.woken.is_set()]:
+            for call in [call for call in list(self._questions.values()) if not call.woken.is_set()]:
                 call.end(Closed(_ANEW))
         for job in [job for job in list(self._jobs.values()) if job.is_sent and not job.is_kept]:
             self._refuse(job, f"{_ANEW}: {why}")

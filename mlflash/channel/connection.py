@@ -466,7 +466,7 @@ def _meeting(config: Config, comm: Any, me: Launched) -> Meeting | None:
     world = program_mpi.world_of(me) if comm is None else comm
     if world is None:
         return None
-    share: Callable[[str | None, float], str] = lambda text, left: program_mpi.share(world, text, left)
+    share: Callable[[str | None, float], str] = lambda text, timeout_s: program_mpi.share(world, text, timeout_s)
     return Meeting(me, "the program's MPI" if comm is None else "comm=", config.timeout_s, share)
 
 

@@ -37,7 +37,10 @@ class Ranks(Agreement):
         return from_torch(ranks, self.torch_group)
 
     def least_of(self, values: Sequence[int], comm: Any = None) -> list[int]:
-        least: list[int] = self._courier.call("least_of", tuple(values))
+        return self._least_or_raise(values, None)
+
+    def _least_or_raise(self, values: Sequence[int], error: MlflashError | None) -> list[int]:
+        least: list[int] = self._courier.call("least_or_raise", tuple(values), error)
         return least
 
     def gather(self, value: Any) -> list[Any]:
@@ -48,7 +51,7 @@ class Ranks(Agreement):
         return pickle.loads(self._courier.call("broadcast", content, root))
 
     def raise_together(self, error: MlflashError | None) -> None:
-        self._courier.call("raise_together", error)
+        self._least_or_raise((), error)
 
     def renew_deadline(self) -> None:
         """Do nothing: each call has its own deadline."""
@@ -77,9 +80,7 @@ class Ranks(Agreement):
         """Like `together`, and take the minimum of ``count`` numbers that follow from the result. Collective."""
 
         def meet(results: list[T], error: MlflashError | None) -> list[int]:
-            own = [0] * count if error is not None else values(results[0])
-            least: list[int] = self._courier.call("least_or_raise", tuple(own), error)
-            return least
+            return self._least_or_raise([0] * count if error is not None else values(results[0]), error)
 
         return self._together(work, foreign, step, meet)
 

@@ -119,15 +119,16 @@ class SaveRequest:
 class Trainer(Shareable, Protocol):
     """What the courier tells its trainer, and what it asks it in the middle of a save. None of it is collective."""
 
-    def update(self, files: Sequence[SlotFile]) -> None:
-        """Note the files of own slots."""
+    def update(self, files: Sequence[SlotFile], has_free: bool, sharing: SharingNews | None, is_unprotected: bool
+               ) -> None:  # fmt: skip
+        """Note what has changed.
 
-    def freed(self) -> None:
-        """Note that own slots may be free."""
-
-    def set_sharing(self, sharing: SharingNews) -> None: ...
-
-    def set_unprotected(self, is_unprotected: bool) -> None: ...
+        Args:
+            files: new ones of own slots.
+            has_free: whether own slots may be free.
+            sharing: what ranks share; None: as before.
+            is_unprotected: whether the restored step does not have full redundancy yet.
+        """
 
     # In the middle of a save
 

@@ -76,17 +76,17 @@ def exchange(courier: Client, ranks: Ranks, attempt: Attempt, homes: Mapping[int
 def _rounds(asked: Mapping[int, Sequence[WantedPart]]) -> Iterator[list[tuple[int, WantedPart]]]:
     """Split what is asked of ranks into rounds of at most 64 MiB."""
     parts: list[tuple[int, WantedPart]] = []
-    left = _ROUND_NBYTES
+    room_nbytes = _ROUND_NBYTES
     for server, wanted in asked.items():
         for part in wanted:
             for offset, shape in cut(part.shape, part.target.shape[-1], _ROUND_NBYTES):
                 source = tuple(a + b for a, b in zip(part.source, offset, strict=True))
                 target = part.target[box(offset, shape)]
-                if parts and target.nbytes > left:
+                if parts and target.nbytes > room_nbytes:
                     yield parts
-                    parts, left = [], _ROUND_NBYTES
+                    parts, room_nbytes = [], _ROUND_NBYTES
                 parts.append((server, WantedPart(part.rank, part.number, source, shape, target)))
-                left -= target.nbytes
+                room_nbytes -= target.nbytes
     if parts:
         yield parts
 

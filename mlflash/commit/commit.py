@@ -270,8 +270,8 @@ def _protect(save: Save, state: CourierState) -> None:
     if request.problem is None and not all_arrived:
         request.problem = SaveFailed("its copies or parity did not arrive whole")
         request.problem.follows = True
-    if request.problem is None and (gone := _gone(save, state)):
-        request.problem = SaveFailed(f"somebody has removed {', '.join(gone)} from {state.memory.path}")
+    if request.problem is None and (removed := _removed(save, state)):
+        request.problem = SaveFailed(f"somebody has removed {', '.join(removed)} from {state.memory.path}")
     findings = value_checks.findings
     report_suspect(state, request.step, findings)
     if request.problem is not None:
@@ -290,7 +290,7 @@ def _protect(save: Save, state: CourierState) -> None:
     state.pool.drop_spare(committed=not (is_held or (save.is_restored and state.left.unusable)))
 
 
-def _gone(save: Save, state: CourierState) -> list[str]:
+def _removed(save: Save, state: CourierState) -> list[str]:
     """The files of this rank's slots for a save that are in no directory any more."""
     slots = [save.slot, *_shares(save), *state.protection.kept(state.pool, save.attempt)]
     return [slot.name for slot in slots if slot is not None and slot.is_gone]

@@ -90,7 +90,7 @@ class CourierState:
     gives_way: bool = False  # whether files that were left aside may be deleted to make room
     damaged: bool = False  # whether the scrubber has found damage here that can perhaps be repaired
     trainer: Trainer | None = None
-    _reported: tuple[SharingNews, bool] = (SharingNews(), False)
+    _reported: SharingNews = dataclasses.field(default_factory=SharingNews)  # what the trainer knows of it
 
     @property
     def domains_by_kind(self) -> dict[str, list[str]]:
@@ -139,18 +139,11 @@ class CourierState:
 
     def tell_trainer(self) -> None:
         """Tell the trainer what has changed: files of its slots, what is shared, whether slots are held back."""
-        if self.trainer is None:
-            return
-        if files := self.pool.news():
-            self.trainer.update(files)
-        if self.pool.has_free:
-            self.trainer.freed()
-        sharing, is_unprotected = self.sharing, self.unprotected is not None
-        if sharing != self._reported[0]:
-            self.trainer.set_sharing(sharing)
-        if is_unprotected != self._reported[1]:
-            self.trainer.set_unprotected(is_unprotected)
-        self._reported = sharing, is_unprotected
+        if self.trainer is not None:
+            sharing = self.sharing
+            news = None if sharing == self._reported else sharing
+            self.trainer.update(self.pool.news(), self.pool.has_free, news, self.unprotected is not None)
+            self._reported = sharing
 
     def reserve(self, nbytes: int, share_nbytes: int, is_first: bool) -> None:
         """Make slots of at least a given size, and those for their redundancy. Collective over the world.
@@ -289,8 +282,8 @@ def grow_slots(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot,
     asked = asked if world.node is None else sum(world.gather(asked, world.node))
 
     def check() -> None:
-        left = available(memory.path)
-        what, least = min(left.items(), key=lambda item: item[1])
+        free = available(memory.path)
+        what, least = min(free.items(), key=lambda item: item[1])
         spared = headroom(asked)
         if todo and asked + spared > least:
             raise MemoryTooSmall(

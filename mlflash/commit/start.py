@@ -87,8 +87,8 @@ def _assemble(
     start: str, trains_on: frozenset[int],
 ) -> CourierState:  # fmt: skip
     """Take over what earlier runs left. Collective over the world."""
-    left = scan_earlier_runs(config, world, memory)
-    recorded = [group.ranks for group in left.choice.parity] if left.choice is not None else []
+    earlier = scan_earlier_runs(config, world, memory)
+    recorded = [group.ranks for group in earlier.choice.parity] if earlier.choice is not None else []
     standing = [] if known is None else [known.names(name) for name in world.topology.node_names]
     placement = place(world.topology, redundancy_scheme.parse(config.redundancy), standing, recorded)
     if replicas is not None and config.share:
@@ -102,19 +102,19 @@ def _assemble(
     examiner = Examiner(config.check_values, [pattern for pattern in config.check_skip.split(",") if pattern])
     certification = Certification(config.certify_after, config.on_suspect == "keep")
     pool.certified = certification.certified_attempt
-    if left.certified is not None and config.certify_after and left.certified.world_size == world.size:
-        certification.certified = Saved(left.certified.attempt, left.certified.step)
+    if earlier.certified is not None and config.certify_after and earlier.certified.world_size == world.size:
+        certification.certified = Saved(earlier.certified.attempt, earlier.certified.step)
     state = CourierState(config, world, memory, protection, known, pool, recorder, copy_threads, pace, examiner,
-                      certification, replicas, run_id)  # fmt: skip
+                         certification, replicas, run_id)  # fmt: skip
     if protection.transport == "rma" and world.world is not None:
         world.poke = Poke(world)
-    state.generation, state.floor, state.left.unusable = left.newest, left.floor, left.unusable
-    if left.complete is not None:
-        state.left.step = left.complete.step
-    state.gives_way, pool.aside = not left.unusable, left.aside
-    state.adopt(left.stock, left.choice)
-    if left.choice is not None and left.choice.world_size == world.size:
-        state.left.attempt = left.choice.attempt
+    state.generation, state.floor, state.left.unusable = earlier.newest, earlier.floor, earlier.unusable
+    if earlier.complete is not None:
+        state.left.step = earlier.complete.step
+    state.gives_way, pool.aside = not earlier.unusable, earlier.aside
+    state.adopt(earlier.stock, earlier.choice)
+    if earlier.choice is not None and earlier.choice.world_size == world.size:
+        state.left.attempt = earlier.choice.attempt
     if config.certify_after and world.rank == 0:
         log.info("certify_after=%d: memory holds %d states of each rank, and as many of each copy, instead of 2, to "
                  "keep the certified step%s", config.certify_after, config.slots,

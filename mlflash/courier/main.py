@@ -313,17 +313,9 @@ class TrainerProxy:
     def _tell(self, method: str, *args: object) -> None:
         self._connection.send(Call(self._session, 0, method, args, self._job))
 
-    def update(self, files: Sequence[SlotFile]) -> None:
-        self._tell("update", [*files])
-
-    def freed(self) -> None:
-        self._tell("freed")
-
-    def set_sharing(self, sharing: SharingNews) -> None:
-        self._tell("set_sharing", sharing)
-
-    def set_unprotected(self, is_unprotected: bool) -> None:
-        self._tell("set_unprotected", is_unprotected)
+    def update(self, files: Sequence[SlotFile], has_free: bool, sharing: SharingNews | None, is_unprotected: bool
+               ) -> None:  # fmt: skip
+        self._tell("update", files, has_free, sharing, is_unprotected)
 
     # In the middle of a job
 

@@ -151,12 +151,8 @@ class Session:
 
     # Jobs: agreement
 
-    def least_of(self, values: Sequence[int]) -> list[int]:
-        """Take the minimum of each number over all ranks."""
-        return self._world.least_of(values)
-
     def least_or_raise(self, values: Sequence[int], error: MlflashError | None) -> list[int]:
-        """Do both of `least_of` and `raise_together`."""
+        """If any rank has an error, raise it on all ranks; otherwise take the minimum of each number over them."""
         return self._world.least_or_raise(values, error)
 
     def do_unless(self, error: MlflashError | None, method: str, args: Sequence[Any]) -> Any:
@@ -172,10 +168,6 @@ class Session:
         """Give every rank the bytes of one rank."""
         received: bytes = self._world.broadcast(content, root)
         return received
-
-    def raise_together(self, error: MlflashError | None) -> None:
-        """If any rank has an error, raise it on all ranks."""
-        self._world.raise_together(error)
 
     # Jobs: saving
 

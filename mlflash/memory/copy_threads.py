@@ -36,12 +36,12 @@ class CopyThreads:
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.threads - 1, "mlflash-copy")
-        left = collections.deque(works)
+        remaining = collections.deque(works)
 
         def some() -> None:
             while True:
                 try:
-                    work = left.popleft()
+                    work = remaining.popleft()
                 except IndexError:
                     return
                 work()
@@ -52,7 +52,7 @@ class CopyThreads:
                 helping.append(self._pool.submit(some))
             some()
         finally:
-            left.clear()
+            remaining.clear()
             wait(helping)
         for helper in helping:
             helper.result()

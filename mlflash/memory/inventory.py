@@ -286,13 +286,13 @@ def _why(of_attempt: Sequence[Trace], traces: Sequence[Trace], rejected: Mapping
                 if trace.header and trace.header.kind is Kind.SLOT]  # fmt: skip
     slots = {rank for rank, why in of_slots if not why}
     size = max((header.world_size for header in headers), default=0)
-    gone = {*range(size)} - {rank for rank, _ in of_slots}
+    missing = {*range(size)} - {rank for rank, _ in of_slots}
     reasons = []
-    if gone:
-        homes = sorted({trace.header.node for trace in traces if trace.header and trace.header.rank in gone})
+    if missing:
+        homes = sorted({trace.header.node for trace in traces if trace.header and trace.header.rank in missing})
         others = f"what is here is of ranks that were on {listed(sorted({h.node for h in headers}), _NAMED)}"
         where = f"they were on {listed(homes, _NAMED)}" if homes else others
-        reasons.append(f"no slot and no copy of {named(gone)} of {size} is on the nodes that are here: {where}")
+        reasons.append(f"no slot and no copy of {named(missing)} of {size} is on the nodes that are here: {where}")
     parities = {header.group: header.parities for header in headers if header.kind is Kind.PARITY}
     for group, losses in sorted(parities.items()):
         if lost := {*group} - slots:

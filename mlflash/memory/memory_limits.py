@@ -33,14 +33,14 @@ def headroom(nbytes: int) -> int:
 def available(directory: str, root: str = "/") -> dict[str, int]:
     """Read what is left, in bytes, by the name of the limit; the smallest counts. Unreadable ones are left out."""
     status = os.statvfs(directory)
-    left = {f"free space of {directory}": status.f_bavail * status.f_frsize}
+    free = {f"free space of {directory}": status.f_bavail * status.f_frsize}
     for line in _read(Path(root, "proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
-            left["MemAvailable of the node"] = int(line.split()[1]) * 1024
+            free["MemAvailable of the node"] = int(line.split()[1]) * 1024
     for group in _cgroups(root):
         if (room := _cgroup_room(group)) is not None:
-            left[f"memory limit of cgroup {group}"] = room
-    return left
+            free[f"memory limit of cgroup {group}"] = room
+    return free
 
 
 def _cgroups(root: str) -> list[Path]:

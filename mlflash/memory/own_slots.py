@@ -131,10 +131,10 @@ class OwnSlots:
 
     def _wait(self, end: float) -> bool:
         """Wait a little for a slot to become free; return whether there was time for it. Do not hold the lock."""
-        left = end - time.monotonic()
-        if left > 0:
-            self._freed.acquire(timeout=min(left, _POLL_S))
-        return left > 0
+        remaining_s = end - time.monotonic()
+        if remaining_s > 0:
+            self._freed.acquire(timeout=min(remaining_s, _POLL_S))
+        return remaining_s > 0
 
     def freed(self) -> None:
         """Note that a slot may be leased again."""
@@ -217,7 +217,7 @@ class OwnSlots:
     def update(self, files: Iterable[SlotFile]) -> None:
         """Map the files that the courier has for the slots now."""
         fresh = []
-        with self._lock, contextlib.ExitStack() as left:  # slots exchange files after a restore; mappings stay
+        with self._lock, contextlib.ExitStack() as closing:  # slots exchange files after a restore; mappings stay
             slots, mappings = dict(self._all()), self.mapped()
             for report in files:
                 if report.version < self._versions.get(report.slot, 0):
@@ -227,7 +227,7 @@ class OwnSlots:
                     if slot.segment is not None and slot.segment.is_written_to:
                         self._quarantine(slot)
                     elif slot.segment is not None:
-                        left.callback(slot.segment.close)
+                        closing.callback(slot.segment.close)
                     slot.segment = slot.header = None
                     fresh += self._map(slot, report, mappings)
                 slot.header = None if slot.segment is None else read_header(slot.view)

@@ -117,15 +117,15 @@ class Stripes:
         tasks = []
         for row, stripe in stripes:
             units = self.units(row, stripe)
-            gone = [nth for nth, unit in enumerate(units) if unit is not None and unit in lost]
-            if len(gone) > self.losses:
+            missing = [nth for nth, unit in enumerate(units) if unit is not None and unit in lost]
+            if len(missing) > self.losses:
                 return None
-            good = [nth for nth in range(self.members) if nth not in gone]
+            good = [nth for nth in range(self.members) if nth not in missing]
             # Units that are all zeros come first, because they cost nothing.
             have = tuple(sorted(good, key=lambda nth: units[nth] is not None)[: self.data])
             inputs = tuple(units[nth] for nth in have)
             coders = [unit for unit in inputs if unit is not None]
-            want = tuple(nth for nth in gone if nth < self.data)
+            want = tuple(nth for nth in missing if nth < self.data)
             outputs = tuple(unit for nth in want if (unit := units[nth]) is not None)
             tasks.append(Task(coders[(row + stripe) % len(coders)], inputs, outputs, have, want))
         return tasks

@@ -293,7 +293,7 @@ class Pings:
 
     def __init__(self, mpi: Any, comm: Any, progress: Callable[[], int], doing: Callable[[], str]):
         self._mpi, self._comm, self._progress, self._doing = mpi, comm, progress, doing
-        self._asked = 0  # how often this rank asked
+        self._questions = 0  # how often this rank asked
         # the last answer of each rank: to which question, and how far the rank is
         self._answers: dict[int, tuple[int, int]] = {}
         self._doings: dict[int, str] = {}  # what each rank did then
@@ -315,7 +315,7 @@ class Pings:
 
     def doing(self, rank: int) -> str | None:
         """What a rank does, by its answer to the last question; None if it has not answered."""
-        return self._doings[rank] if self._answers.get(rank, (0, 0))[0] == self._asked else None
+        return self._doings[rank] if self._answers.get(rank, (0, 0))[0] == self._questions else None
 
     def tell_failed(self, text: str) -> None:
         """Tell all other ranks that this one has stopped working, and why, so that they need not wait for it."""
@@ -326,8 +326,8 @@ class Pings:
 
     def ask(self, ranks: Sequence[int], least: int = 0) -> Operation:
         """Ask ranks. The result is the ranks that do not answer or have not reached job ``least``, ascending."""
-        self._asked += 1
-        number = self._asked
+        self._questions += 1
+        number = self._questions
         for rank in ranks:
             self._send(np.array([number], dtype=np.int64), rank, _PING)
         behind, end = set(ranks), time.monotonic() + _WAIT_S

@@ -39,7 +39,7 @@ class Finding(NamedTuple):
     text: str
 
 
-class _Held:
+class _History:
     """What the parts of one layout have held so far."""
 
     def __init__(self, key: object, parts: CheckedParts):
@@ -70,7 +70,7 @@ class Examiner:
     def __init__(self, share: float, skip: Sequence[str]):
         self._every = max(1, round(1 / share)) if share else 0
         self._skip = tuple(skip)
-        self._known: list[_Held] = []  # the newest last
+        self._histories: list[_History] = []  # the newest last
 
     @property
     def is_on(self) -> bool:
@@ -84,22 +84,23 @@ class Examiner:
             key: key of what ``stored`` returns: the same or an equal one for the same tensors in the same places.
             generation: of the attempt: it decides which blocks are checked.
         """
-        held = next((known for known in self._known if known.parts.extents == extents and known.key == key), None)
-        if held is None:
-            held = _Held(key, find(stored(), extents, self._skip))
-        self._known = [*[known for known in self._known if known is not held][1 - _LAYOUTS :], held]
-        stretches = len(held.parts.runs)
+        same = (known for known in self._histories if (known.parts.extents, known.key) == (extents, key))
+        history = next(same, None)
+        if history is None:
+            history = _History(key, find(stored(), extents, self._skip))
+        self._histories = [*[known for known in self._histories if known is not history][1 - _LAYOUTS :], history]
+        stretches = len(history.parts.runs)
         every = max(1, min(self._every, stretches // _LEAST_STRETCHES))
         wanted = set(range(generation % every, stretches, every))
-        return Examination(held, slot, wanted | {int(held.stretch_of[part]) for part in held.suspect})
+        return Examination(history, slot, wanted | {int(history.stretch_of[part]) for part in history.suspect})
 
     def examine_all(self, slot: Slot, extents: Extents, stored: Iterable[Stored]) -> list[Finding]:
         """Check all that a slot holds for NaN, and for infinities where all was finite, whatever it held before."""
         parts = find(stored, extents, self._skip)
         payload = slot.payload(extents)
         findings: list[Finding] = []
-        usual = {held.parts.names[part] for held in self._known  # infinite when it was first examined
-                 for part in np.flatnonzero(held.most >= held.infinity)}  # fmt: skip
+        usual = {history.parts.names[part] for history in self._histories  # infinite when it was first examined
+                 for part in np.flatnonzero(history.most >= history.infinity)}  # fmt: skip
         for run in (run for runs in parts.runs for run in runs):
             if len(findings) >= _ENOUGH:
                 break
@@ -112,21 +113,21 @@ class Examiner:
 
     def forget(self) -> None:
         """Forget what tensors held: the state is now another one, or a user says that it is good as it is."""
-        self._known.clear()
+        self._histories.clear()
 
 
 class Examination:
     """One check of one slot."""
 
-    def __init__(self, held: _Held, slot: Slot, wanted: set[int]):
-        self._held, self._wanted = held, wanted
-        self._payload = slot.payload(held.parts.extents)
+    def __init__(self, history: _History, slot: Slot, wanted: set[int]):
+        self._history, self._wanted = history, wanted
+        self._payload = slot.payload(history.parts.extents)
         self._next = 0  # number of the next stretch
         self.findings: list[Finding] = []
 
     def examine(self, upto: int) -> None:
         """Check the chosen blocks below a given one, unless that was done already."""
-        parts = self._held.parts
+        parts = self._history.parts
         stretches = len(parts.runs) if upto >= parts.extents.blocks else upto // parts.stretch
         for number in range(self._next, stretches):
             if number in self._wanted and len(self.findings) < _ENOUGH:
@@ -135,41 +136,41 @@ class Examination:
         self._next = max(self._next, stretches)
 
     def _compare(self, run: Run) -> None:
-        held, parts = self._held, slice(run.first, run.first + run.bounds.size // 2)
+        history, parts = self._history, slice(run.first, run.first + run.bounds.size // 2)
         now = largest(self._payload[run.start : run.end], run.form, run.bounds)
         most, last, infinity, many = (
-            held.most[parts],
-            held.last[parts],
-            held.infinity[parts],
-            held.parts.counts[parts] >= _FEW,
+            history.most[parts],
+            history.last[parts],
+            history.infinity[parts],
+            history.parts.counts[parts] >= _FEW,
         )
         was_examined = most != _NEVER
-        nan = now >= held.nan[parts]
+        nan = now >= history.nan[parts]
         infinite = ~nan & (now >= infinity) & was_examined & (most < infinity)
-        zero = (now == 0) & many & (last >= held.values[parts])
-        usual = np.maximum(most, held.least[parts])
-        large = (now < infinity) & many & was_examined & (now > usual + held.leap[parts])
+        zero = (now == 0) & many & (last >= history.values[parts])
+        usual = np.maximum(most, history.least[parts])
+        large = (now < infinity) & many & was_examined & (now > usual + history.leap[parts])
         wrong = nan | infinite | zero | large
-        if wrong.any() or held.suspect:
+        if wrong.any() or history.suspect:
             self._judge(run, now, {"NaN": nan, "infinite": infinite, "zero": zero, "large": large})
-        held.most[parts] = np.where(wrong, most, np.maximum(most, now))
-        held.last[parts] = np.where(wrong, last, now)
+        history.most[parts] = np.where(wrong, most, np.maximum(most, now))
+        history.last[parts] = np.where(wrong, last, now)
 
     def _judge(self, run: Run, now: np.ndarray, wrong: dict[str, np.ndarray]) -> None:
-        held = self._held
+        history = self._history
         for nth in range(run.bounds.size // 2):
             part = run.first + nth
             what = next((kind for kind, parts in wrong.items() if parts[nth]), None)
             if what is None:
-                held.suspect.discard(part)
+                history.suspect.discard(part)
                 continue
-            held.suspect.add(part)
-            self.findings.append(Finding(held.parts.names[part], what, self._say(run, nth, what, int(now[nth]))))
+            history.suspect.add(part)
+            self.findings.append(Finding(history.parts.names[part], what, self._say(run, nth, what, int(now[nth]))))
 
     def _say(self, run: Run, nth: int, what: str, bits: int) -> str:
-        held, part = self._held, run.first + nth
-        name = held.parts.names[part]
-        before = run.form.value(max(0, int(held.most[part])))
+        history, part = self._history, run.first + nth
+        name = history.parts.names[part]
+        before = run.form.value(max(0, int(history.most[part])))
         if what == "zero":
             return f"{name} is all zero; before, its largest value was {before:.3g}"
         if what == "large":

@@ -54,7 +54,7 @@ class DeferredCopies:
     ):
         self._spots = samples or SampledBytes()
         self._pieces = collections.deque(pieces)
-        self._left = len(self._pieces)
+        self._pieces_left = len(self._pieces)
         self._transfers = list(transfers)
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -138,8 +138,8 @@ class DeferredCopies:
 
     def _count(self, number: int) -> None:
         with self._lock:
-            self._left -= number
-            if self._left == 0:
+            self._pieces_left -= number
+            if self._pieces_left == 0:
                 self._made.set()
 
     def _await_pieces(self) -> None:

@@ -86,7 +86,7 @@ MUTANTS = [
     ),
     Mutant(
         "generation-reused", "a run numbers its attempts from 1 again", "commit/start.py",
-        "    state.generation, state.floor, state.left.unusable = left.newest, ",
+        "    state.generation, state.floor, state.left.unusable = earlier.newest, ",
         "    state.generation, state.floor, state.left.unusable = 0, ",
     ),
     # Slots
@@ -138,7 +138,7 @@ MUTANTS = [
     ),
     Mutant(
         "one-loss-too-many", "as many losses as the scheme covers are refused", "memory/parity_layout.py",
-        "            if len(gone) > self.losses:\n", "            if len(gone) >= self.losses:\n",
+        "            if len(missing) > self.losses:\n", "            if len(missing) >= self.losses:\n",
     ),
     # Restore
     Mutant(
