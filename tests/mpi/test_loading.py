@@ -44,38 +44,27 @@ def is_all(state: dict[str, Any], value: float) -> bool:
     return all((array == value).all() for array in objects) and state["plain"] == value
 
 
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "not kept"])
 @pytest.mark.parametrize("ranks", [SIZE, SIZE - 1], ids=["the same ranks", "one rank less"])
-def test_what_fails_on_one_rank_is_put_back_on_all(options: dict[str, Any], ranks: int) -> None:
+def test_what_fails_on_one_rank_is_put_back_on_all_or_saved_on_none(
+    options: dict[str, Any], ranks: int, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_kept:
+        monkeypatch.setattr(load, "_KEPT_NBYTES", 0)
     with Checkpointer(comm=COMM, strict=True, **options) as ckpt:
         ckpt.save(1, state_of(1.0)).wait()
     with job(ranks) as comm:
         if comm is not None:
             with Checkpointer(comm=comm, strict=True, **options) as ckpt:
-                state = state_of(2.0, fails=ranks - 1 == RANK)
+                state = state_of(2.0, fails=(ranks - 1 if is_kept else 0) == RANK)
                 with pytest.raises(errors.StructureMismatch, match=r"loading failed: OSError: no") as caught:
                     ckpt.restore(state)
-                assert is_all(state, 2.0) and "undefined" not in str(caught.value)
-                assert ckpt.restore(state) == 1 and is_all(state, 1.0)
-                ckpt.save(2, state).wait()
-
-
-@pytest.mark.parametrize("ranks", [SIZE, SIZE - 1], ids=["the same ranks", "one rank less"])
-def test_what_cannot_be_put_back_on_one_rank_is_saved_on_none(
-    options: dict[str, Any], ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(load, "_KEPT_NBYTES", 0)
-    with Checkpointer(comm=COMM, strict=True, **options) as ckpt:
-        ckpt.save(1, state_of(1.0)).wait()
-    with job(ranks) as comm:
-        if comm is not None:
-            with Checkpointer(comm=comm, strict=True, **options) as ckpt:
-                state = state_of(2.0, fails=RANK == 0)
-                with pytest.raises(
-                    errors.StructureMismatch, match="the state that you gave is now undefined: restore again"
-                ):
-                    ckpt.restore(state)
-                with pytest.raises(errors.StateError, match="the state is undefined"):
-                    ckpt.save(2, state)
+                if is_kept:
+                    assert is_all(state, 2.0) and "undefined" not in str(caught.value)
+                else:
+                    assert "the state that you gave is now undefined: restore again" in str(caught.value)
+                    with pytest.raises(errors.StateError, match="the state is undefined"):
+                        ckpt.save(2, state)
                 assert ckpt.steps() == [1]
                 assert ckpt.restore(state) == 1 and is_all(state, 1.0)
                 ckpt.save(3, state).wait()

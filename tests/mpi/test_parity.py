@@ -52,18 +52,18 @@ def restored(options: dict[str, Any], state: dict[str, Any] | None = None, **mor
     """
     with Checkpointer(**options, **more) as ckpt:
         try:
-            step, found = ckpt.load()
+            step, loaded = ckpt.load()
         except Unrestorable as error:
-            step, found = -1, None
+            step, loaded = -1, None
             assert len(set(COMM.allgather(str(error)))) == 1 and "no slot and no copy" in error.reasons[2]
         right = step in (None, -1) or (
-            found["step"] == step
-            and all(np.array_equal(found[key], state_at(step)[key]) for key in ("w", "b"))
+            loaded["step"] == step
+            and all(np.array_equal(loaded[key], state_at(step)[key]) for key in ("w", "b"))
         )  # fmt: skip
         ckpt.wait()
-        told = COMM.allgather((right, ckpt.report()))
-    assert all(right for right, _ in told), "bits differ"
-    return step, [report for _, report in told]
+        reports = COMM.allgather((right, ckpt.report()))
+    assert all(right for right, _ in reports), "bits differ"
+    return step, [report for _, report in reports]
 
 
 def sealed(nodes: Nodes, node: int, step: int) -> list[tuple[Path, Header]]:
@@ -93,8 +93,8 @@ def test_every_loss_that_is_covered_is_restored_and_one_more_is_refused(
         for lost in subsets:
             nodes.bring_back(but=lost)
             step, reports = restored(options)
-            left = SIZE - count  # without any file nobody knows that anything was committed
-            assert step == (2 if count <= losses else -1 if left else None), lost
+            nodes_left = SIZE - count  # without any file nobody knows that anything was committed
+            assert step == (2 if count <= losses else -1 if nodes_left else None), lost
             if step == 2:
                 rebuilt = [report["counts"].get("slots rebuilt", 0) for report in reports]
                 assert rebuilt == [int(rank in lost) for rank in range(SIZE)]
@@ -239,35 +239,18 @@ def test_the_parity_in_the_files_is_what_docs_format_says(
         assert parity[(s + j) % m][at : at + block] == total.tobytes()
 
 
+@pytest.mark.parametrize(("scheme", "how"), [
+    ("copy", "changed_after_its_check"),  # as a bad DIMM or wire would change it
+    *[pytest.param(scheme, f"{how}_when_sent_for_parity", marks=on(4))
+      for scheme in ("xor:4", "rs:2+2") for how in ("changed_and_checked", "changed")],
+])  # fmt: skip
 def test_a_byte_that_changes_on_the_way_is_found_and_nothing_is_committed(
-    options: dict[str, Any], nodes: Nodes, hold_at: Callable[[str], Hold], replace: Callable[[str], None]
-) -> None:
-    """As a bad DIMM or wire would change it, after its checksum was made."""
-    options["redundancy"] = "copy"
-    save(options, 1)
-    replace("changed_after_its_check")
-    fails_if_changed(options, hold_at)
-    nodes.lose(1)
-    assert restored(options)[0] == 1
-
-
-@on(4)
-@pytest.mark.parametrize("scheme", ["xor:4", "rs:2+2"])
-@pytest.mark.parametrize("how", ["changed_and_checked_when_sent_for_parity", "changed_when_sent_for_parity"])
-def test_a_byte_that_is_not_the_slots_when_it_is_sent_is_found_and_nothing_is_committed(
     options: dict[str, Any], nodes: Nodes, scheme: str, how: str, hold_at: Callable[[str], Hold],
     replace: Callable[[str], None],
 ) -> None:  # fmt: skip
     options["redundancy"] = scheme
     save(options, 1)
     replace(how)
-    fails_if_changed(options, hold_at)
-    nodes.lose(1)
-    assert restored(options)[0] == 1
-
-
-def fails_if_changed(options: dict[str, Any], hold_at: Callable[[str], Hold]) -> None:
-    """Save step 2 while rank 1 changes what it sends."""
     with Checkpointer(**options) as ckpt:
         assert ckpt.load()[0] == 1
         ckpt.steps()  # behind the reprotection
@@ -276,6 +259,8 @@ def fails_if_changed(options: dict[str, Any], hold_at: Callable[[str], Hold]) ->
             ckpt.save(2, state_at(2)).wait()
         if changed is not None:
             changed.set()
+    nodes.lose(1)
+    assert restored(options)[0] == 1
 
 
 @on(4)

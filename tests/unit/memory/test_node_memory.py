@@ -33,14 +33,6 @@ def test_directories_are_0700_and_files_0600(shm: Path) -> None:
     memory.close()
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o755, 0o770, 0o701])
-def test_a_directory_open_to_others_is_refused(shm: Path, mode: int) -> None:
-    (shm / f"mlflash-{UID}").mkdir()
-    (shm / f"mlflash-{UID}").chmod(mode)
-    with pytest.raises(errors.UnsafePath, match="not a private directory"):
-        NodeDirectory(str(shm), "j")
-
-
 def test_a_memory_file_system_that_is_not_there_is_named(shm: Path) -> None:
     with pytest.raises(errors.ConfigError, match=r"there is no memory file system at .*/nowhere: No such file"):
         NodeDirectory(str(shm / "nowhere"), "j")
@@ -48,23 +40,25 @@ def test_a_memory_file_system_that_is_not_there_is_named(shm: Path) -> None:
         NodeDirectory(str(shm / "nowhere"), "j", make=False)
 
 
-def test_a_symlink_on_the_way_is_refused(shm: Path) -> None:
-    (shm / "elsewhere").mkdir(mode=0o700)
-    (shm / f"mlflash-{UID}").mkdir(mode=0o700)
-    (shm / f"mlflash-{UID}" / "j").symlink_to(shm / "elsewhere")
-    with pytest.raises(errors.UnsafePath):
-        NodeDirectory(str(shm), "j")
-    assert list((shm / "elsewhere").iterdir()) == []
+NEEDS_ROOT = pytest.mark.skipif(UID != 0, reason="needs root: files of other users are made")
 
 
-@pytest.mark.skipif(UID != 0, reason="needs root: files of other users are made")
-def test_a_directory_of_somebody_else_is_refused(shm: Path) -> None:
-    path = shm / f"mlflash-{UID}" / "j"
-    path.mkdir(parents=True, mode=0o700)
-    (shm / f"mlflash-{UID}").chmod(0o700)
-    os.chown(path, 12_345, 12_345)
-    with pytest.raises(errors.UnsafePath, match="uid 12345"):
+@pytest.mark.parametrize("how", ["777", "755", "770", "701", "link", pytest.param("owner", marks=NEEDS_ROOT)])
+def test_a_directory_that_is_not_ours_alone_is_refused(shm: Path, how: str) -> None:
+    above, elsewhere = shm / f"mlflash-{UID}", shm / "elsewhere"
+    above.mkdir(mode=0o700)
+    elsewhere.mkdir(mode=0o700)
+    if how == "link":
+        (above / "j").symlink_to(elsewhere)
+    elif how == "owner":
+        (above / "j").mkdir(mode=0o700)
+        os.chown(above / "j", 12_345, 12_345)
+    else:
+        above.chmod(int(how, 8))
+    reason = {"link": "cannot use the directory", "owner": "uid 12345"}.get(how, "not a private directory")
+    with pytest.raises(errors.UnsafePath, match=reason):
         NodeDirectory(str(shm), "j")
+    assert list(elsewhere.iterdir()) == []
 
 
 def take(shm: Path, kind: str) -> Path:
@@ -108,12 +102,12 @@ def test_where_somebody_took_this_users_directory_first_the_next_name_is_used_an
     after = taken.lstat()
     assert (after.st_ino, after.st_mode, after.st_uid, after.st_mtime) == (
         before.st_ino, before.st_mode, before.st_uid, before.st_mtime)  # fmt: skip
-    said = [record for record in caplog.records if str(taken) in record.getMessage()]
-    assert len(said) == 1 and "is passed over" in said[0].getMessage()
+    warnings = [record for record in caplog.records if str(taken) in record.getMessage()]
+    assert len(warnings) == 1 and "is passed over" in warnings[0].getMessage()
     taken.rmdir() if kind == "directory" else taken.unlink()
-    again = NodeDirectory(str(shm), "j")
-    assert again.slot_names() == ["slot-0000"], "the first name is free now: the job is where it was"
-    again.close()
+    later = NodeDirectory(str(shm), "j")
+    assert later.slot_names() == ["slot-0000"], "the first name is free now: the job is where it was"
+    later.close()
     (shm / f"mlflash-{UID}").mkdir(mode=0o700)
     NodeDirectory(str(shm), "new").close()
     assert NodeDirectory(str(shm), "j").slot_names() == ["slot-0000"]
@@ -130,7 +124,7 @@ def test_a_memory_where_nothing_can_be_made_is_named(shm: Path) -> None:
         NodeDirectory(str(shm), "j")
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling", "open", "directory", "hardlink"])
+@pytest.mark.parametrize("kind", ["link", "dangling", "open", "directory", "hardlink", "fifo"])
 def test_what_is_named_like_a_file_of_ours_and_is_not_is_passed_over_and_never_touched(
     shm: Path, node_memory: NodeDirectory, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -145,11 +139,15 @@ def test_what_is_named_like_a_file_of_ours_and_is_not_is_passed_over_and_never_t
             os.link(target, path)
         elif kind == "directory":
             path.mkdir()
+        elif kind == "fifo":
+            os.mkfifo(path, 0o600)
         else:
             path.write_bytes(b"x" * 8192)
             path.chmod(0o644)
     before = {entry.name: entry.lstat() for entry in Path(node_memory.path).iterdir()}
     assert node_memory.slot_names() == node_memory.pulse_names() == []
+    with pytest.raises(errors.UnsafePath):
+        attach(node_memory, "slot-0000")
     assert create(node_memory, 4096).name == "slot-0001" and create(node_memory, 4096).name == "slot-0003"
     assert not node_memory.has_request() and not node_memory.take_request()
     TrainerHeartbeat(node_memory, RankFacts(0, 1, 0, "n", "")).end("ended")
@@ -166,28 +164,8 @@ def test_what_is_named_like_a_file_of_ours_and_is_not_is_passed_over_and_never_t
     assert {n: (s.st_ino, s.st_mode, s.st_size) for n, s in after.items()} == {
         n: (s.st_ino, s.st_mode, s.st_size) for n, s in before.items()}  # fmt: skip
     assert target.read_bytes() == b"x" * 8192
-    said = [record.getMessage() for record in caplog.records if "is passed over, as" in record.getMessage()]
-    assert len(said) == 4 and any("slot-0000" in text for text in said)
-
-
-@pytest.mark.parametrize("kind", ["symlink", "hardlink", "open", "fifo"])
-def test_a_slot_file_that_is_not_a_private_file_is_refused(shm: Path, node_memory: NodeDirectory, kind: str) -> None:
-    path = Path(node_memory.path) / "slot-0000"
-    target = shm / "target"
-    target.write_bytes(b"x" * 4096)
-    target.chmod(0o600)
-    if kind == "symlink":
-        path.symlink_to(target)
-    elif kind == "hardlink":
-        os.link(target, path)
-    elif kind == "open":
-        path.write_bytes(b"x" * 4096)
-        path.chmod(0o666)
-    else:
-        os.mkfifo(path, 0o600)
-    with pytest.raises(errors.UnsafePath):
-        attach(node_memory, "slot-0000")
-    assert target.read_bytes() == b"x" * 4096
+    warnings = [record.getMessage() for record in caplog.records if "is passed over, as" in record.getMessage()]
+    assert len(warnings) == 4 and any("slot-0000" in text for text in warnings)
 
 
 @pytest.mark.parametrize("name", ["../k/slot-0000", "/etc/passwd", "..", ""])
@@ -248,7 +226,7 @@ def test_a_file_that_grows_keeps_its_pages_and_its_name(node_memory: NodeDirecto
 def test_a_file_is_lent_until_it_is_taken_back_whatever_forked_children_hold(node_memory: NodeDirectory) -> None:
     segment = create(node_memory, 4096)
     other = create(node_memory, 4096)
-    first, second, third = (lend(node_memory, one.name) for one in (segment, segment, other))
+    first, second, third = (lend(node_memory, file.name) for file in (segment, segment, other))
     beside = attach(node_memory, segment.name)
     assert segment.is_lent and beside.is_lent, "each who has the file sees it"
     first[1]()
@@ -272,7 +250,7 @@ def test_a_file_is_lent_until_it_is_taken_back_whatever_forked_children_hold(nod
         os.waitpid(child, 0)
 
 
-@pytest.mark.skipif(UID != 0, reason="needs root: mounts a tmpfs of few MiB")
+@NEEDS_ROOT
 @pytest.mark.parametrize("mib", [1, 5])
 def test_a_full_tmpfs_is_an_error_that_leaves_nothing_behind(shm: Path, mib: int) -> None:
     small = shm / "small"
@@ -312,9 +290,9 @@ def test_cgroup_limits_are_read_in_both_versions(tmp_path: Path) -> None:
         "sys/fs/cgroup/job/step/memory.max": "max\n",
         "sys/fs/cgroup/job/step/memory.current": "1\n",
     })  # fmt: skip
-    found = available(str(tmp_path), v2)
-    assert found["MemAvailable of the node"] == 51_200
-    assert [v for k, v in found.items() if k.startswith("memory limit")] == [3500]
+    free = available(str(tmp_path), v2)
+    assert free["MemAvailable of the node"] == 51_200
+    assert [v for k, v in free.items() if k.startswith("memory limit")] == [3500]
     v1 = fake_root(tmp_path / "v1", {
         "proc/self/mounts": "cgroup /sys/fs/cgroup/memory cgroup rw,memory 0 0\ncgroup /x cgroup rw,cpu 0 0\n",
         "proc/self/cgroup": "5:memory:/slurm/job\n4:cpu:/\n",
@@ -323,14 +301,14 @@ def test_cgroup_limits_are_read_in_both_versions(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/slurm/memory.limit_in_bytes": "9223372036854771712\n",
         "sys/fs/cgroup/memory/slurm/memory.usage_in_bytes": "1000\n",
     })  # fmt: skip
-    found = available(str(tmp_path), v1)
-    assert [v for k, v in found.items() if k.startswith("memory limit")] == [7000]
+    free = available(str(tmp_path), v1)
+    assert [v for k, v in free.items() if k.startswith("memory limit")] == [7000]
 
 
 def test_what_leaves_no_room_is_named_and_other_errors_are_none_of_it(tmp_path: Path) -> None:
-    said = {number: too_small(OSError(number, ""), str(tmp_path), "1 GiB") for number in (
+    problems = {number: too_small(OSError(number, ""), str(tmp_path), "1 GiB") for number in (
         errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG, errno.EIO)}  # fmt: skip
-    assert said.pop(errno.EIO) is None
+    assert problems.pop(errno.EIO) is None
     reasons = ["is full", "has no memory left", "has no room left for this user (quota)",
                "may not have such large files of this process (ulimit -f)"]  # fmt: skip
-    assert [error and error.message for error in said.values()] == [f"{tmp_path} {reason}" for reason in reasons]
+    assert [error and error.message for error in problems.values()] == [f"{tmp_path} {reason}" for reason in reasons]
