@@ -84,10 +84,3 @@ def _forget_gradient(parameter: Any) -> None:
         parameter._unsharded_param.grad = None
     if "unsharded_accumulated_grad" in vars(parameter):  # in 2.15 it is the gradient above, under another name
         parameter.unsharded_accumulated_grad = None
-
-
-def groups_of(module: FSDPModule) -> list[Any]:
-    """Give the groups of parameters that a module of FSDP2 gathers."""
-    state: Any = module._get_fsdp_state()
-    groups: list[Any] = state._fsdp_param_groups
-    return groups
