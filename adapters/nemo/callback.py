@@ -18,6 +18,7 @@ from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
 from mlflash import Checkpointer, rng
 from mlflash.channel.ranks import check_torch_rank
+from mlflash.checkpointer.adapter_api import OwnFiles
 from mlflash.checkpointer.off import turned_off
 from mlflash.errors import ConfigError
 
@@ -92,7 +93,7 @@ class MLFlashCheckpointCallback(Callback):
             restores = restore_together(trainer._checkpoint_connector, lambda work: self._together(trainer, work))
             self._undo.append(restores)
             if self._in_background:
-                self._files = OwnFiles(trainer, self.memory.checkpointer)
+                self._files = _own_files(trainer, self.memory.checkpointer)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Read the training's context, if it is to be saved. Collective."""
@@ -141,7 +142,8 @@ class MLFlashCheckpointCallback(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait until moved files are on disk, before NeMo writes its last checkpoint there. Not collective."""
         if self._files is not None:
-            self._files.end()
+            self._files.replaced.close()
+            self._files.finish()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Close. Then delete the checkpoints in memory, unless they are to be kept. Collective."""
@@ -211,40 +213,37 @@ def _context_of(trainer: Any) -> dict[str, bytes]:
         return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
-# NeMo's own checkpoints: its ModelCheckpoint writes them to memory, and they are moved to disk in the background. The
-# files are NeMo's, with the context, so its AutoResume finds and loads them without mlflash. A checkpoint gets its
-# name when all files of all ranks have arrived, and only then ``-last`` links to it. So it needs no marker for
-# unfinished checkpoints. If a ModelCheckpoint deletes something meanwhile, that waits until then.
+# NeMo's own checkpoints. They contain the context, so NeMo's AutoResume finds and loads them without mlflash. When a
+# checkpoint has arrived, ``-last`` links to it. So it needs no marker for unfinished checkpoints. If a ModelCheckpoint
+# deletes something meanwhile, that waits until then.
 
 
-class OwnFiles:
-    """Moves NeMo's own checkpoints of one fit with a `MegatronStrategy`. Collective over all ranks. Then close it."""
+def _own_files(trainer: Any, checkpointer: Checkpointer) -> OwnFiles:
+    """Let NeMo's ModelCheckpoints of one fit write to memory. Collective over all ranks, as their new methods are."""
+    if trainer.strategy.async_save:
+        raise ConfigError("NeMo already writes checkpoints in the background: leave out in_background, or give the "
+                          "MegatronStrategy ckpt_async_save=False")  # fmt: skip
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    if any(callback._ema_callback(trainer) is not None for callback in callbacks):
+        raise ConfigError("NeMo writes a second checkpoint, of moving averages (EMA), which in_background cannot "
+                          "move: leave out in_background")  # fmt: skip
+    files = checkpointer.adapting.own_files()
+    for callback in callbacks:
+        _write_to_memory(callback, files)
+    return files
 
-    def __init__(self, trainer: Any, checkpointer: Checkpointer):
-        if trainer.strategy.async_save:
-            raise ConfigError("NeMo already writes checkpoints in the background: leave out in_background, or give the "
-                              "MegatronStrategy ckpt_async_save=False")  # fmt: skip
-        callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-        if any(callback._ema_callback(trainer) is not None for callback in callbacks):
-            raise ConfigError("NeMo writes a second checkpoint, of moving averages (EMA), which in_background cannot "
-                              "move: leave out in_background")  # fmt: skip
-        self._strategy, self._files = trainer.strategy, checkpointer.adapting.own_files()
-        self._undo = contextlib.ExitStack()
-        names: dict[str, Callable[..., Any]] = {
-            "_save_checkpoint": self.save, "_link_checkpoint": self.link, "file_exists": self.exists,
-        }  # fmt: skip
-        for callback in callbacks:
-            ours = {name: functools.partial(do, callback, getattr(callback, name)) for name, do in names.items()}
-            self._undo.enter_context(replaced(callback, _remove_checkpoint=self.remove, **ours))
 
-    def save(self, callback: Any, save: Callable[..., None], trainer: Any, filepath: Any) -> None:
-        """Let NeMo write a checkpoint to memory, or to its place if some rank has no room. Collective."""
+def _write_to_memory(callback: Any, files: OwnFiles) -> None:
+    """Let a ModelCheckpoint write to memory, or to its place if some rank has no room."""
+    write, make_link, is_there = callback._save_checkpoint, callback._link_checkpoint, callback.file_exists
+    state = callback.state_dict
+
+    def save(trainer: Any, filepath: Any) -> None:
         target = Path(ckpt_to_dir(filepath))
-        if "://" in str(filepath) or not self._files.begin(os.fspath(target)):
-            save(trainer, filepath)
+        if "://" in str(filepath) or not files.begin(os.fspath(target)):
+            write(trainer, filepath)
             return
-        state = callback.state_dict
-        with self._files.directory(target) as path:
+        with files.directory(target) as path:
 
             def say_where() -> None:  # the checkpoint itself contains the path, too
                 last = callback.future_last_model_path
@@ -255,42 +254,34 @@ class OwnFiles:
                 return state()
 
             with replaced(callback, state_dict=state_dict):
-                save(trainer, f"{path}{callback.FILE_EXTENSION}")
+                write(trainer, f"{path}{callback.FILE_EXTENSION}")
             say_where()  # if only weights are saved, nobody has called `state_dict`
         callback._last_checkpoint_saved = filepath
-        self._files.expect(target)
+        files.expect(target)
 
-    def remove(self, trainer: Any, filepath: Any) -> None:
-        """Delete a checkpoint once all checkpoints that were written after it have arrived. Collective."""
-        self._files.remove_when_moved(ckpt_to_dir(filepath), functools.partial(self._remove, filepath))
+    def remove(trainer: Any, filepath: Any) -> None:
+        files.remove_when_moved(ckpt_to_dir(filepath), functools.partial(_remove, trainer.strategy, filepath))
 
-    def link(self, callback: Any, link: Callable[..., None], trainer: Any, filepath: Any, linkpath: Any) -> None:
-        """Link to a checkpoint once it has arrived. For a link to another step, let NeMo write it. Collective."""
+    def link(trainer: Any, filepath: Any, linkpath: Any) -> None:
         to, path = Path(ckpt_to_dir(filepath)), Path(ckpt_to_dir(linkpath))
-        if not self._files.expects(to) or str(path).replace("-last", "") != str(to):
-            link(trainer, filepath, linkpath)
+        if not files.expects(to) or str(path).replace("-last", "") != str(to):
+            make_link(trainer, filepath, linkpath)
             return
         if trainer.is_global_zero:
-            self._files.link(path, to)
-        self._files.expect(path)
+            files.link(path, to)
+        files.expect(path)
 
-    def exists(self, callback: Any, exists: Callable[..., bool], filepath: Any, *args: Any) -> bool:
-        """Whether a checkpoint would exist if all writes and deletions were done already. Collective."""
-        return self._files.would_be_there(ckpt_to_dir(filepath), lambda: exists(filepath, *args))
+    def exists(filepath: Any, *args: Any) -> bool:
+        return files.would_be_there(ckpt_to_dir(filepath), lambda: is_there(filepath, *args))
 
-    def end(self) -> None:
-        """Wait until all checkpoints are in place. From now on NeMo itself writes there. Not collective."""
-        self._undo.close()
-        self._files.finish()
+    files.replaced.enter_context(replaced(
+        callback, _save_checkpoint=save, _remove_checkpoint=remove, _link_checkpoint=link, file_exists=exists,
+    ))  # fmt: skip
 
-    def close(self) -> None:
-        """Close without waiting. The rest is still moved in the background. Not collective."""
-        self._undo.close()
-        self._files.close()
 
-    def _remove(self, filepath: Any) -> None:
-        """Delete a checkpoint as NeMo does, but without ranks that wait for each other."""
-        ModelCheckpoint.set_checkpoint_unfinished_marker(filepath)
-        with contextlib.suppress(OSError):
-            self._strategy.remove_checkpoint(filepath)
-        ModelCheckpoint.remove_checkpoint_unfinished_marker(filepath)
+def _remove(strategy: Any, filepath: Any) -> None:
+    """Delete a checkpoint as NeMo does, but without ranks that wait for each other."""
+    ModelCheckpoint.set_checkpoint_unfinished_marker(filepath)
+    with contextlib.suppress(OSError):
+        strategy.remove_checkpoint(filepath)
+    ModelCheckpoint.remove_checkpoint_unfinished_marker(filepath)

@@ -23,6 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from mlflash import Checkpointer
+from mlflash.checkpointer.adapter_api import OwnFiles
 from mlflash.checkpointer.off import turned_off
 from mlflash.errors import ConfigError, StructureMismatch
 from mlflash.state.plain_values import decode_plain
@@ -150,9 +151,7 @@ class MLFlashCallback(TrainerCallback):
             stack.callback(state.close)
             self._say_when(trainer)
             if self._in_background:
-                own = OwnFiles(trainer, self.checkpointer)
-                stack.callback(own.close)
-                stack.enter_context(replaced(trainer, **own.methods))
+                stack.callback(_own_files(trainer, self.checkpointer).close)
             stack.enter_context(replaced(
                 trainer,
                 _maybe_log_save_evaluate=self._then_save(trainer),
@@ -272,78 +271,67 @@ def TrainerWrapper(
     return trainer
 
 
-# The Trainer's own checkpoints: the Trainer writes them to memory, and they are moved to its folder in the
-# background. The files are the Trainer's, so it resumes from them without mlflash. A checkpoint gets its name when
-# all files of all ranks have arrived.
+# The Trainer's own checkpoints.
 
 
-class OwnFiles:
-    """Moves the Trainer's own checkpoints of one training. Collective over all ranks. Close it at the end."""
+def _own_files(trainer: Any, checkpointer: Checkpointer) -> OwnFiles:
+    """Let the Trainer write the checkpoints of one training to memory. Collective over all ranks, as its saves are."""
+    if trainer.args.push_to_hub:
+        raise ConfigError("the Trainer cannot upload checkpoints that are moved in the background: leave out "
+                          "in_background or push_to_hub")  # fmt: skip
+    files = checkpointer.adapting.own_files()
+    directory, write, load_best = trainer._get_output_dir, trainer._save_checkpoint, trainer._load_best_model
 
-    def __init__(self, trainer: Any, checkpointer: Checkpointer):
-        if trainer.args.push_to_hub:
-            raise ConfigError("the Trainer cannot upload checkpoints that are moved in the background: leave out "
-                              "in_background or push_to_hub")  # fmt: skip
-        self._trainer = trainer
-        self._files = checkpointer.adapting.own_files()
-        self._directory: Callable[[Any], str] = trainer._get_output_dir
-        self._save: Callable[[Any, Any], None] = trainer._save_checkpoint
-        self._load_best: Callable[[], None] = trainer._load_best_model
-
-    @property
-    def methods(self) -> dict[str, Callable[..., Any]]:
-        return {"_save_checkpoint": self.save, "_get_output_dir": self.output_dir, "_load_best_model": self.load_best}
-
-    def save(self, model: Any, trial: Any) -> None:
-        """Let the Trainer write its checkpoint to memory, or to disk if some rank has no room. Collective."""
-        folder, state = self._directory(trial), self._trainer.state
+    def save(model: Any, trial: Any) -> None:
+        folder, state = directory(trial), trainer.state
         target = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        if not self._files.begin(target):
-            self._save(model, trial)
+        if not files.begin(target):
+            write(model, trial)
             return
-        with self._files.directory(target) as path:
+        with files.directory(target) as path:
             written = os.fspath(path.parent)
-            with replaced(self._trainer, _get_output_dir=lambda trial: written):
-                self._save(model, trial)
-            best = self._best(folder, written)
+            with replaced(trainer, _get_output_dir=lambda trial: written):
+                write(model, trial)
+            best = _best(trainer, folder, written)
             if best != state.best_model_checkpoint:
                 state.best_model_checkpoint = best
-                if self._trainer.args.should_save:
+                if trainer.args.should_save:
                     state.save_to_json(os.path.join(path, TRAINER_STATE_NAME))
-        if self._trainer.args.should_save:
-            self._files.when_moved(lambda: self._rotate(folder))
+        if trainer.args.should_save:
+            files.when_moved(lambda: _rotate(trainer, folder))
 
-    def _best(self, folder: str, written: str) -> str | None:
-        """Find the best checkpoint. The Trainer saw no older one in the folder in memory where it just wrote."""
-        state, best = self._trainer.state, self._trainer.state.best_model_checkpoint
-        if best is not None and os.path.dirname(best) == written:
-            return os.path.join(folder, os.path.basename(best))
-        older = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-        is_kept = state.best_global_step and self._trainer.args.save_strategy.value != "no" and os.path.isdir(older)
-        return older if is_kept else best
+    def output_dir(trial: Any) -> str:
+        files.finish()
+        return str(directory(trial))
 
-    def output_dir(self, trial: Any) -> str:
-        """Wait until all checkpoints have arrived, and give their folder. Not collective."""
-        self._files.finish()
-        return self._directory(trial)
+    def load_best_model() -> None:
+        files.finish()
+        load_best()
 
-    def load_best(self) -> None:
-        """Wait until all checkpoints have arrived, and load the best model. Not collective."""
-        self._files.finish()
-        self._load_best()
+    files.replaced.enter_context(replaced(
+        trainer, _save_checkpoint=save, _get_output_dir=output_dir, _load_best_model=load_best_model,
+    ))  # fmt: skip
+    return files
 
-    def close(self) -> None:
-        """Close without waiting. The rest is still moved in the background. Not collective."""
-        self._files.close()
 
-    def _rotate(self, folder: str) -> None:
-        """Delete older checkpoints, as the Trainer does after each save, now that the newest has arrived."""
-        if hasattr(module, "rotate_checkpoints"):
-            module.rotate_checkpoints(output_dir=folder, save_total_limit=self._trainer.args.save_total_limit,
-                                      best_model_checkpoint=self._trainer.state.best_model_checkpoint,
-                                      use_mtime=True)  # fmt: skip
-        else:  # older versions have a method
-            self._trainer._rotate_checkpoints(use_mtime=True, output_dir=folder)
+def _best(trainer: Any, folder: str, written: str) -> str | None:
+    """Find the best checkpoint. The Trainer saw no older one in the folder in memory where it just wrote."""
+    state, best = trainer.state, trainer.state.best_model_checkpoint
+    if best is not None and os.path.dirname(best) == written:
+        return os.path.join(folder, os.path.basename(best))
+    older = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+    is_kept = state.best_global_step and trainer.args.save_strategy.value != "no" and os.path.isdir(older)
+    return older if is_kept else best
+
+
+def _rotate(trainer: Any, folder: str) -> None:
+    """Delete older checkpoints, as the Trainer does after each save, now that the newest has arrived."""
+    if hasattr(module, "rotate_checkpoints"):
+        module.rotate_checkpoints(output_dir=folder, save_total_limit=trainer.args.save_total_limit,
+                                  best_model_checkpoint=trainer.state.best_model_checkpoint,
+                                  use_mtime=True)  # fmt: skip
+    else:  # older versions have a method
+        trainer._rotate_checkpoints(use_mtime=True, output_dir=folder)
 
 
 # Choose the checkpoint that a training starts from: the newest of memory, the directory and the Trainer's own.
