@@ -13,7 +13,6 @@ replace methods of it, and leaves nothing where your checkpoints are.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import pickle
@@ -31,7 +30,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from mlflash.errors import ConfigError, StructureMismatch, WorldSizeChanged
 
 from ..pickles import apart, together
-from ..replacing import replaced
+from ..replacing import once_staged, replaced
 
 log = logging.getLogger("mlflash")
 
@@ -309,11 +308,4 @@ def owned_by(engine: Any) -> Iterable[Any]:
 
 def steps_once_staged(engine: Any, wait_staged: Callable[[], None]) -> contextlib.ExitStack:
     """Let that step first wait until saves have copied everything. Close the result to undo it. Not collective."""
-    step = engine.optimizer.step
-
-    @functools.wraps(step)
-    def wait_and_step(*args: Any, **kwargs: Any) -> Any:
-        wait_staged()
-        return step(*args, **kwargs)
-
-    return replaced(engine.optimizer, step=wait_and_step)
+    return replaced(engine.optimizer, step=once_staged(wait_staged, engine.optimizer.step))

@@ -28,7 +28,7 @@ from .. import intervals
 from ..newest import OnDisk, newest_complete, newest_in_memory
 from ..replacing import replaced
 from .checkpoint_io import PREFIX, step_of_path
-from .loops import OwnSaves, at_step_ends, go_on, restore_together
+from .loops import StepEnds, go_on, restore_together
 from .packages import leave_mpi_alone
 from .states import ALIKE, state_of
 
@@ -77,11 +77,9 @@ class Flash:
         self._directory, self._signals, self._settings = directory, tuple(signals), settings
         self._waits, self._in_background = not async_save, in_background
         self._files: OwnFiles | None = None
-        self._before: dict[int, Any] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._before: dict[int, Any] = {}  # what handled the signals
+        self._undo = contextlib.ExitStack()
         self._told = False
-        self._step = 0
-        self._own: OwnSaves | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Open the Checkpointer, and let Lightning start from the newest checkpoint of memory and disk. Collective."""
@@ -94,18 +92,14 @@ class Flash:
                               "tensor each shard is")  # fmt: skip
         self.checkpointer = Checkpointer(self._directory, **{**_shared(trainer), **self._settings})
         self._take_over_start(trainer, trainer._checkpoint_connector)
-        self._own = OwnSaves(trainer, self.checkpointer, self._every, self._skip)
-        self._own.say_when()
-        self._undo.append(self._own.undo)
-        wait_staged = self.checkpointer.adapting.wait_staged
-        self._undo.append(at_step_ends(trainer, lambda has_ended: self._end_step(trainer, has_ended), wait_staged))
+        end_step = functools.partial(self._end_step, trainer)
+        ends = StepEnds(trainer, self.checkpointer, self._every, self._skip, end_step)
+        self._undo.enter_context(ends.replaced)
         if self._in_background:
             self._files = _own_files(trainer, self.checkpointer)
         for number in self._signals:
             self._before[number] = signal.signal(number, self._note_signal)
-
-    def on_train_start(self, trainer: Any, *args: Any) -> None:
-        self._step = trainer.global_step
+            self._undo.callback(signal.signal, number, self._before[number])
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if self._files is not None:
@@ -128,19 +122,15 @@ class Flash:
             connector._ckpt_path = f"{PREFIX}{step}"
             connector._loaded_checkpoint, at = state_of(trainer).load(checkpointer, step)
             together = functools.partial(checkpointer.adapting.load_together, step)
-            self._undo.append(restore_together(connector, together))
-            self._undo.append(go_on(trainer.fit_loop, at, together))
+            self._undo.enter_context(restore_together(connector, together))
+            self._undo.enter_context(go_on(trainer.fit_loop, at, together))
 
-        self._undo.append(replaced(connector, resume_start=resume_start).close)
+        self._undo.enter_context(replaced(connector, resume_start=resume_start))
 
-    def _end_step(self, trainer: Any, epoch_has_ended: bool) -> None:
-        """Save if a step has ended and is due. Collective."""
+    def _end_step(self, trainer: Any, is_new: bool, is_due: bool, epoch_has_ended: bool) -> None:
         if self.checkpointer is None:
             return
-        step, before = trainer.global_step, self._step
-        is_new, self._step = step != before, step  # otherwise gradients are still accumulated, or this step was handled
-        assert self._own is not None
-        is_due = self._own.is_due(is_new)
+        step = trainer.global_step
         is_last = is_new and bool(self._signals) and trainer.strategy.reduce_boolean_decision(self._told, all=False)
         if is_last or is_due:
             self.checkpointer.adapting.save_or_warn(step, state_of(trainer, epoch_has_ended), trainer.optimizers)
@@ -158,11 +148,7 @@ class Flash:
                 stack.callback(files.close)
             if checkpointer is not None:
                 stack.callback(checkpointer.__exit__, error, None, None)
-            for number, before in self._before.items():
-                stack.callback(signal.signal, number, before)
-            for undo in self._undo:
-                stack.callback(undo)
-            self._before, self._undo = {}, []
+            stack.callback(self._undo.close)
 
     def _note_signal(self, number: int, frame: Any) -> None:
         self._told = True

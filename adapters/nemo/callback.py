@@ -24,7 +24,7 @@ from mlflash.errors import ConfigError
 
 from .. import intervals
 from ..ids import step_of
-from ..lightning.loops import OwnSaves, at_step_ends, before_first_step, restore_together
+from ..lightning.loops import StepEnds, before_first_step, restore_together
 from ..lightning.packages import leave_mpi_alone
 from ..replacing import replaced
 from .checkpoint_io import MLFlashCheckpointIO
@@ -63,9 +63,7 @@ class MLFlashCheckpointCallback(Callback):
         self._place: tuple[str, str] | None = None
         self._with_context = self._in_background = False
         self._files: OwnFiles | None = None
-        self._undo: list[Callable[[], None]] = []
-        self._step = 0
-        self._own: OwnSaves | None = None
+        self._undo = contextlib.ExitStack()
 
     def save_through(self, memory: Memory, with_context: bool, in_background: bool) -> None:
         """Save through `Trainer.save_checkpoint` with paths below the base. Not collective."""
@@ -85,13 +83,10 @@ class MLFlashCheckpointCallback(Callback):
         if self.memory is not None:
             ranks = self.memory.checkpointer.adapting.ranks
             check_torch_rank(ranks.rank, ranks.size, ranks.torch_group)
-            self._own = OwnSaves(trainer, self.memory.checkpointer, self.every, self.skip, self.memory.holds)
-            self._own.say_when()
-            self._undo.append(self._own.undo)
-            wait_staged = self.memory.checkpointer.adapting.wait_staged
-            self._undo.append(at_step_ends(trainer, lambda has_ended: self._end_step(trainer, has_ended), wait_staged))
-            restores = restore_together(trainer._checkpoint_connector, lambda work: self._together(trainer, work))
-            self._undo.append(restores)
+            end_step, together = functools.partial(self._end_step, trainer), functools.partial(self._together, trainer)
+            ends = StepEnds(trainer, self.memory.checkpointer, self.every, self.skip, end_step, self.memory.holds)
+            self._undo.enter_context(ends.replaced)
+            self._undo.enter_context(restore_together(trainer._checkpoint_connector, together))
             if self._in_background:
                 self._files = _own_files(trainer, self.memory.checkpointer)
 
@@ -122,20 +117,15 @@ class MLFlashCheckpointCallback(Callback):
         """If the checkpoint is from memory, continue where this rank was."""
         at = checkpoint.pop(OF_RANK, None)
         if at is not None:
-            self._undo.append(_go_on(trainer, checkpoint, at))
+            self._undo.enter_context(_go_on(trainer, checkpoint, at))
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._step = trainer.global_step
-
-    def _end_step(self, trainer: Any, epoch_has_ended: bool) -> None:
-        assert self.memory is not None and self._own is not None
-        step, before = trainer.global_step, self._step
-        self._step = step
-        if not self._own.is_due(step != before):
+    def _end_step(self, trainer: Any, is_new: bool, is_due: bool, epoch_has_ended: bool) -> None:
+        assert self.memory is not None
+        if not is_due:
             return
         self.memory.epoch_has_ended = epoch_has_ended
         try:
-            trainer.save_checkpoint(self.memory.path_of(step))
+            trainer.save_checkpoint(self.memory.path_of(trainer.global_step))
         finally:
             self.memory.epoch_has_ended = None
 
@@ -149,34 +139,25 @@ class MLFlashCheckpointCallback(Callback):
         """Close. Then delete the checkpoints in memory, unless they are to be kept. Collective."""
         if stage != "fit" or self._place is None:
             return
-        with contextlib.ExitStack() as stack:  # close everything, even if a part raises
-            if self.memory is not None:
-                stack.callback(self.memory.close)
-            self._close_files(stack)
-            self._let_loops_be(stack)
+        self._end(Memory.close)
         if not self.keep:
             delete(*self._place)
 
     def on_exception(self, *args: Any, **kwargs: Any) -> None:
         """Close without waiting for other ranks. Checkpoints in memory stay."""
-        with contextlib.ExitStack() as stack:
-            if self.memory is not None:
-                stack.callback(self.memory.abandon)
-            self._close_files(stack)
-            self._let_loops_be(stack)
+        self._end(Memory.abandon)
 
-    def _close_files(self, stack: contextlib.ExitStack) -> None:
+    def _end(self, close: Callable[[Memory], None]) -> None:
         files, self._files = self._files, None
-        if files is not None:
-            stack.callback(files.close)
+        with contextlib.ExitStack() as stack:  # close everything, even if a part raises
+            if self.memory is not None:
+                stack.callback(close, self.memory)
+            if files is not None:
+                stack.callback(files.close)
+            stack.callback(self._undo.close)
 
-    def _let_loops_be(self, stack: contextlib.ExitStack) -> None:
-        for undo in self._undo:
-            stack.callback(undo)
-        self._undo = []
 
-
-def _go_on(trainer: Any, checkpoint: dict[str, Any], at: dict[str, Any]) -> Callable[[], None]:
+def _go_on(trainer: Any, checkpoint: dict[str, Any], at: dict[str, Any]) -> contextlib.ExitStack:
     """Let Lightning's fit loop continue where this rank was, before the loop is restored. Give what undoes it."""
     loop, has_ended = trainer.fit_loop, at["epoch has ended"]
     if at["loaders"]:
@@ -196,12 +177,8 @@ def _go_on(trainer: Any, checkpoint: dict[str, Any], at: dict[str, Any]) -> Call
         loop.on_advance_start()
 
     undo = replaced(loop, **({"on_advance_start": begin_epoch} if has_ended else {}))
-    let_steps_be = before_first_step(loop, has_ended, prepare)
-
-    def undo_all() -> None:
-        undo.close()
-        let_steps_be()
-
+    undo_all = before_first_step(loop, has_ended, prepare)
+    undo_all.callback(undo.close)
     return undo_all
 
 

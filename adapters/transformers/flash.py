@@ -29,8 +29,8 @@ from mlflash.errors import ConfigError, StructureMismatch
 from mlflash.state.plain_values import decode_plain
 
 from .. import intervals
-from ..newest import OnDisk
-from ..replacing import replaced
+from ..newest import OnDisk, newest_in_memory
+from ..replacing import once_staged, replaced
 from .states import Found, State, has_ended, state_of
 
 log = logging.getLogger("mlflash")
@@ -152,19 +152,17 @@ class MLFlashCallback(TrainerCallback):
             self._say_when(trainer)
             if self._in_background:
                 stack.callback(_own_files(trainer, self.checkpointer).close)
+            hooks, wait_staged = trainer.callback_handler, self.checkpointer.adapting.wait_staged
             stack.enter_context(replaced(
                 trainer,
                 _maybe_log_save_evaluate=self._then_save(trainer),
                 get_batch_samples=self._unless_over(trainer),
-                _load_best_model=self._once_staged(trainer._load_best_model),
+                _load_best_model=once_staged(wait_staged, trainer._load_best_model),
             ))  # fmt: skip
-            hooks = trainer.callback_handler
-            stack.enter_context(replaced(
-                hooks,  # callbacks may give the model other weights there, such as averages
-                on_epoch_begin=self._once_staged(hooks.on_epoch_begin),
-                on_epoch_end=self._once_staged(hooks.on_epoch_end),
-                on_train_end=self._once_staged(hooks.on_train_end),
-            ))  # fmt: skip
+            changing = ("on_epoch_begin", "on_epoch_end", "on_train_end")
+            # Callbacks may give the model other weights there, such as averages.
+            hold_back = {name: once_staged(wait_staged, getattr(hooks, name)) for name in changing}
+            stack.enter_context(replaced(hooks, **hold_back))
             start = start_from(self.checkpointer, trainer.args.output_dir, state.whole) if resume is True else resume
             if isinstance(start, Found):
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlflash-")))
@@ -184,33 +182,21 @@ class MLFlashCallback(TrainerCallback):
     def _forget(self) -> None:
         self.checkpointer = self._state = None
 
-    def _once_staged(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """Let a function that may change weights outside an optimizer first wait until saves have copied everything."""
-
-        @functools.wraps(work)
-        def wait_and_work(*args: Any, **kwargs: Any) -> Any:
-            assert self.checkpointer is not None
-            self.checkpointer.adapting.wait_staged()
-            return work(*args, **kwargs)
-
-        return wait_and_work
-
     def _then_save(self, trainer: Any) -> Callable[..., None]:
         """Save a step after it is logged and evaluated, because the results belong to the step. Collective."""
         # The Trainer calls it twice if an epoch ends early.
-        log_save_evaluate = self._once_staged(trainer._maybe_log_save_evaluate)
+        checkpointer, state = self.checkpointer, self._state
+        assert checkpointer is not None and state is not None
+        log_save_evaluate = once_staged(checkpointer.adapting.wait_staged, trainer._maybe_log_save_evaluate)
 
         def and_save(*args: Any, **kwargs: Any) -> None:
             if self._is_over:  # the run before did everything for the last step
                 return
             log_save_evaluate(*args, **kwargs)
-            if self._is_due and (
-                self._epoch_has_ended or not has_ended(trainer)
-            ):  # otherwise the Trainer calls this once more
+            if self._is_due and (self._epoch_has_ended or not has_ended(trainer)):  # or else it calls this once more
                 self._is_due, step = False, trainer.state.global_step
-                assert self.checkpointer is not None and self._state is not None
-                if step != self.checkpointer.last_step:  # the Trainer saves a step twice if an epoch ends early
-                    self._state.save(self.checkpointer.adapting, step)
+                if step != checkpointer.last_step:  # the Trainer saves a step twice if an epoch ends early
+                    state.save(checkpointer.adapting, step)
 
         return and_save
 
@@ -355,12 +341,11 @@ def start_from(checkpointer: Checkpointer, output_dir: str, whole: str) -> Found
         Unrestorable: mlflash has checkpoints, but none can be loaded, and the Trainer has written none.
     """
     disk, is_empty = checkpointer.adapting.seen_by_first(lambda: _look(Path(output_dir), whole))
-    step = checkpointer.adapting.newest_step(disk.path)
-    found = None if step is None else _in_memory(checkpointer, step)
-    if found is not None and not disk.is_newer(found.step):
-        return found
+    step = newest_in_memory(checkpointer, disk)
+    if step is not None:
+        return _in_memory(checkpointer, step)
     if disk.path is not None:
-        log.info("starting from %s: mlflash has %s", disk.path, "nothing" if found is None else f"step {found.step}")
+        log.info("starting from %s: mlflash has nothing newer", disk.path)
         return str(disk.path)
     return None if is_empty else True
 
