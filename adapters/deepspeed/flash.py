@@ -185,8 +185,11 @@ class Flash:
             to_storage = self.storage_every > 0 and self._calls >= self.storage_every
             self._calls = 0 if to_storage else self._calls
             self.save(client_state, tag, exclude_frozen_parameters)
-        elif self._is_told_nothing and self._is_new(self._engine.global_steps):
-            self.save(client_state, tag, exclude_frozen_parameters)
+        elif self._is_told_nothing:
+            assert self.checkpointer is not None
+            step = self._engine.global_steps
+            if step != self.checkpointer.last_step and intervals.is_due(step, None, self._skip):
+                self.save(client_state, tag, exclude_frozen_parameters)
         if to_storage:
             tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
             self._save_to_storage(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
@@ -208,11 +211,6 @@ class Flash:
             replaced(engine, _copy_recovery_script=lambda folder: copy_script(save_dir)),
         ):
             self._save(os.fspath(path.parent), tag, client_state, False, exclude)
-
-    def _is_new(self, step: int) -> bool:
-        """Whether a step is due in memory, and not saved there yet."""
-        assert self.checkpointer is not None
-        return step != self.checkpointer.last_step and intervals.is_due(step, None, self._skip)
 
     # Loading
 

@@ -216,7 +216,8 @@ class Checkpoints:
         with self._that_loads(name, group) as (member, every):
             step = self._step(name, step, member, every)
             if step is None:
-                _say_nothing_is_there(every, checkpoint_id)
+                if every.ranks[0] == dist.get_rank():
+                    log.warning("nothing was saved under the id %s: the state dict is unchanged", checkpoint_id)
                 return None
             member.reader.reset(f"step-{step}")
             _load(state_dict, member.reader, every.status)
@@ -277,7 +278,7 @@ class Checkpoints:
         """
         with contextlib.ExitStack() as stack:
             for key in sorted(self._members, reverse=True):  # the stack calls the last one first
-                stack.callback(self._members[key].close)
+                stack.callback(self._members[key].checkpointer.close)
             self._members, self._groups = {}, {}
             self._thread.shutdown()
 
@@ -329,7 +330,7 @@ class Checkpoints:
             yield self._member(name, group), group
             return
         if (own := self._members.pop((name, group.ranks), None)) is not None:
-            own.close()  # one job at a time may have this name on a node
+            own.checkpointer.close()  # one job at a time may have this name on a node
         if ranks not in self._groups:
             self._groups[ranks] = Group.of_ranks(ranks)
         every = self._groups[ranks]
@@ -341,7 +342,7 @@ class Checkpoints:
             member.checkpointer.__exit__(type(error), error, None)
             raise
         self._undefined.pop(name, None)
-        member.close()
+        member.checkpointer.close()
 
     def _step(self, name: str, step: int | None, member: Member, every: Group) -> int | None:
         """Choose the step to load, by default the newest that can be loaded. Collective over all ranks."""
@@ -384,11 +385,6 @@ def _folder_of(name: str) -> str:
     digest = hashlib.sha256(name.encode()).hexdigest()[:8]
     stem = re.sub(r"[^A-Za-z0-9._-]+", "_", name.rpartition("/")[2])[:16]
     return f"{stem}.{digest}"
-
-
-def _say_nothing_is_there(every: Group, checkpoint_id: str | os.PathLike[str]) -> None:
-    if every.ranks[0] == dist.get_rank():
-        log.warning("nothing was saved under the id %s: the state dict is unchanged", checkpoint_id)
 
 
 def _ranks_of(process_group: Any) -> tuple[int, ...]:

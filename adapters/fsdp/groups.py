@@ -154,9 +154,6 @@ class Member:
             return []
         return [*(step for step in steps if step < newest), newest] if wanted is None else [wanted]
 
-    def close(self) -> None:
-        self.checkpointer.close()
-
 
 def _new_group(ranks: Sequence[int]) -> Any:
     every = tuple(ranks) == tuple(range(dist.get_world_size()))
