@@ -42,32 +42,20 @@ _KNOWN = {"torch", "megatron", "mlflash", "builtins", "abc"}
 
 @dataclasses.dataclass
 class _Written:
-    """What one rank's plan names.
+    """What one rank's plan names."""
 
-    Attributes:
-        keys: keys of the tensors.
-        parts: values as bytes, by name.
-        chunks: the tensors. Empty if they were staged and have not changed.
-        token: token of the staged state dict. 0: none.
-    """
-
-    keys: list[Key]
-    parts: dict[str, bytes]
-    chunks: list[Chunk]
-    token: int = 0
+    keys: list[Key]  # of the tensors
+    parts: dict[str, bytes]  # values as bytes, by name
+    chunks: list[Chunk]  # the tensors; empty if they were staged and have not changed
+    token: int = 0  # of the staged state dict; 0: none
 
 
 @dataclasses.dataclass
 class _Begin:
-    """The request to begin a save, sent to the process that has the Checkpointer.
+    """The request to begin a save, sent to the process that has the Checkpointer."""
 
-    Attributes:
-        step: training step. None: the next one.
-        thread: the thread of that process that works for the save.
-    """
-
-    step: int | None
-    thread: int
+    step: int | None  # None: the next one
+    thread: int  # the thread of that process that works for the save
 
 
 @dataclasses.dataclass
@@ -80,19 +68,12 @@ class _Post:
 
 
 class _Running(threading.local):
-    """The save that this thread works on. Saves of other threads may overlap it.
+    """The save that this thread works on. Saves of other threads may overlap it."""
 
-    Attributes:
-        id: the checkpoint's id.
-        is_coordinator: whether this rank ends the save.
-        written: what this rank wrote.
-        begun: the save as the process of the Checkpointer knows it.
-    """
-
-    id: str | os.PathLike[str] | int | None = None
-    is_coordinator = False
-    written: _Written | None = None
-    begun: ReservedSave | None = None
+    id: str | os.PathLike[str] | int | None = None  # the checkpoint's id
+    is_coordinator = False  # whether this rank ends the save
+    written: _Written | None = None  # what this rank wrote
+    begun: ReservedSave | None = None  # the save as the process of the Checkpointer knows it
 
 
 class MemoryWriter(StorageWriter):

@@ -207,10 +207,7 @@ def part_of(name: str, part: str) -> str:
 
 
 def step_on_disk(engine: Any, load_dir: str | os.PathLike[str], tag: str | None) -> int | None:
-    """Give the step of a checkpoint that DeepSpeed wrote. None if there is none, or if it cannot be read.
-
-    Not collective.
-    """
+    """Give the step of a checkpoint that DeepSpeed wrote. None if there is none, or if it cannot be read."""
     try:
         tag = Path(load_dir, "latest").read_text().strip() if tag is None else str(tag)
     except OSError:
@@ -256,12 +253,8 @@ def _is_partitioned(engine: Any) -> bool:
 
 
 def _in_use(engine: Any, checkpoint_engine: MemoryCheckpointEngine) -> contextlib.ExitStack:
-    return replaced(
-        engine,
-        checkpoint_engine=checkpoint_engine,
-        save_non_zero_checkpoint=True,
-        _copy_recovery_script=lambda path: None,
-    )
+    return replaced(engine, checkpoint_engine=checkpoint_engine, save_non_zero_checkpoint=True,
+                    _copy_recovery_script=lambda path: None)  # fmt: skip
 
 
 def _weights_only(optimizer: Any) -> contextlib.ExitStack:
@@ -299,10 +292,7 @@ def optimizers_of(engine: Any) -> list[Any] | str:
 
 
 def owned_by(engine: Any) -> Iterable[Any]:
-    """Give the weights if they change only in that step. With ZeRO-3 give none, because they are freed and gathered.
-
-    Not collective.
-    """
+    """Give the weights if they change only in that step. With ZeRO-3 give none, because they are freed and gathered."""
     return () if engine.zero_optimization_partition_weights() else engine.module.parameters()
 
 

@@ -33,15 +33,10 @@ from .files import (
 
 
 def attach(
-    engine: Any,
-    every_n_steps: int | None = None,
-    skip_every_n_steps: int | None = None,
-    storage_every: int | None = None,
-    enabled: bool = True,
-    directory: str | os.PathLike[str] | None = None,
-    in_background: bool = False,
-    **settings: Any,
-) -> Flash:
+    engine: Any, every_n_steps: int | None = None, skip_every_n_steps: int | None = None,
+    storage_every: int | None = None, enabled: bool = True, directory: str | os.PathLike[str] | None = None,
+    in_background: bool = False, **settings: Any,
+) -> Flash:  # fmt: skip
     """Give an engine checkpoints in memory. Call it before the engine's `load_checkpoint`.
 
     Collective over all ranks. After this call ``engine.load_checkpoint`` takes the newest checkpoint of memory and

@@ -90,14 +90,9 @@ class Checkpoints:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "mlflash-fsdp")
 
     def async_save(
-        self,
-        state_dict: Mapping[str, Any],
-        checkpoint_id: str | os.PathLike[str],
-        process_group: Any = None,
-        coordinator_rank: int | None = None,
-        *,
-        until: Sequence[Any] = (),
-    ) -> concurrent.futures.Future[Metadata]:
+        self, state_dict: Mapping[str, Any], checkpoint_id: str | os.PathLike[str], process_group: Any = None,
+        coordinator_rank: int | None = None, *, until: Sequence[Any] = (),
+    ) -> concurrent.futures.Future[Metadata]:  # fmt: skip
         """Stage a state dict and save it in the background.
 
         Collective over the process group. You may change ``state_dict`` when this returns.
@@ -168,15 +163,10 @@ class Checkpoints:
             raise SaveFailed(f"a checkpoint was not saved: {errors[0]}") from errors[0]
 
     def load(
-        self,
-        state_dict: dict[str, Any],
-        checkpoint_id: str | os.PathLike[str] | None = None,
-        process_group: Any = None,
-        coordinator_rank: int | None = None,
-        then: Callable[[], Any] | None = None,
-        *,
+        self, state_dict: dict[str, Any], checkpoint_id: str | os.PathLike[str] | None = None,
+        process_group: Any = None, coordinator_rank: int | None = None, then: Callable[[], Any] | None = None, *,
         storage_reader: DistributedFileSystemReader | None = None,
-    ) -> int | None:
+    ) -> int | None:  # fmt: skip
         """Fill a state dict in place.
 
         Collective over all ranks of torch.distributed, each with its own process group. Groups that load the same id
@@ -227,12 +217,9 @@ class Checkpoints:
             return step
 
     def load_sharded_optimizer_state_dict(
-        self,
-        model_state_dict: Any,
-        optimizer_key: str,
-        storage_reader: DistributedFileSystemReader,
+        self, model_state_dict: Any, optimizer_key: str, storage_reader: DistributedFileSystemReader,
         process_group: Any = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any]:  # fmt: skip
         """Load the optimizer's part of a sharded checkpoint, for ``FSDP.optim_state_dict_to_load``.
 
         Collective over all ranks of torch.distributed, each with its own process group, like `load`. You do not need
@@ -371,7 +358,6 @@ def _only_one(checkpoint_id: str | os.PathLike[str] | None,
 
 
 def _is_url(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Whether an id is written to an object store or another file system."""
     return "://" in os.fspath(checkpoint_id)
 
 

@@ -59,16 +59,10 @@ class Flash:
     """
 
     def __init__(
-        self,
-        every_n_steps: int | None = None,
-        skip_every_n_steps: int | None = None,
-        enabled: bool = True,
-        directory: str | os.PathLike[str] | None = None,
-        signals: Sequence[int] = (),
-        async_save: bool = True,
-        in_background: bool = False,
-        **settings: Any,
-    ):
+        self, every_n_steps: int | None = None, skip_every_n_steps: int | None = None, enabled: bool = True,
+        directory: str | os.PathLike[str] | None = None, signals: Sequence[int] = (), async_save: bool = True,
+        in_background: bool = False, **settings: Any,
+    ):  # fmt: skip
         intervals.check(every_n_steps, skip_every_n_steps)
         leave_mpi_alone()
         super().__init__()

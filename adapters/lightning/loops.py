@@ -35,8 +35,6 @@ class StepEnds:
     while gradients are still accumulated, counts for the end of that step.
 
     Args:
-        trainer: Lightning's Trainer.
-        checkpointer: an open Checkpointer.
         every, skip: the user's intervals, see `intervals.is_due`.
         end_step: called at each end, on all ranks. Its arguments say whether the step is another one than at the last
             call, whether it is due, and whether an epoch has ended.

@@ -63,45 +63,30 @@ _WHEN_ASKED = 1 << 31  # no drain is due by itself, but there is a third slot fo
 
 @dataclasses.dataclass
 class _Running:
-    """What belongs to one training.
-
-    Attributes:
-        handler: writes the log to a file of its own.
-        pending: waits for the save that is running.
-        is_first: whether nothing was saved yet.
-        only_loads: whether `load_checkpoint` made it, before `initialize` said where checkpoints are.
-        files: moves Megatron's own checkpoints to the directory.
-        max_ckpt_num: number of these to keep there. 0: all.
-        written: those that this training wrote.
-        only: says at the end what did not come to the directory.
-    """
+    """What belongs to one training."""
 
     checkpointer: Checkpointer
     save: SaveShards
     mem_interval: int
     storage_interval: int
-    handler: logging.Handler | None = None
-    pending: Callable[[], None] | None = None
-    is_first: bool = True
-    only_loads: bool = False
-    files: OwnFiles | None = None
-    max_ckpt_num: int = 0
-    written: collections.deque[str] = dataclasses.field(default_factory=collections.deque)
-    only: MemoryOnly | None = None
+    handler: logging.Handler | None = None  # writes the log to a file of its own
+    pending: Callable[[], None] | None = None  # waits for the save that is running
+    is_first: bool = True  # whether nothing was saved yet
+    only_loads: bool = False  # whether `load_checkpoint` made it, before `initialize` said where checkpoints are
+    files: OwnFiles | None = None  # moves Megatron's own checkpoints to the directory
+    max_ckpt_num: int = 0  # number of these to keep there; 0: all
+    written: collections.deque[str] = dataclasses.field(default_factory=collections.deque)  # by this training
+    only: MemoryOnly | None = None  # says at the end what did not come to the directory
 
 
 _running: _Running | None = None
 
 
 def initialize(
-    save_mem_interval: int,
-    save_storage_interval: int,
-    max_ckpt_num: int,
-    log_file_path: str | os.PathLike[str] | None = None,
-    enabled: bool = True,
-    in_background: bool = False,
+    save_mem_interval: int, save_storage_interval: int, max_ckpt_num: int,
+    log_file_path: str | os.PathLike[str] | None = None, enabled: bool = True, in_background: bool = False,
     **settings: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Set up saving. Call it after Megatron has made its process groups.
 
     Collective over all ranks. You may call it after `load_checkpoint`, as EasyCkpt's page does. Then `load_checkpoint`
@@ -368,7 +353,6 @@ def _check(saved: dict[str, int], now: dict[str, int], concat: bool, iteration: 
 
 
 def _state_of(model: Any, optimizer: Any, with_rng: bool, is_loading: bool = False) -> dict[str, Any]:
-    """Give what is saved of a training, as Megatron's sharded state."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {"distrib_optim_sharding_type": _CUT, "singleton_local_shards": False,
                 "chained_optim_avoid_prefix": True, "dp_cp_group": group}  # fmt: skip
@@ -395,7 +379,6 @@ def _listed(model: Any) -> Sequence[Any]:
 
 
 def _unwrapped(model: Any) -> Any:
-    """Give the model without the wrappers of DDP and mixed precision."""
     while hasattr(model, "module"):
         model = model.module
     return model

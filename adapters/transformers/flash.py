@@ -329,7 +329,6 @@ def start_from(checkpointer: Checkpointer, output_dir: str, whole: str) -> Found
     Collective over all ranks.
 
     Args:
-        checkpointer: an open Checkpointer.
         output_dir: the Trainer's folder.
         whole: pattern of a file that a checkpoint of the Trainer has if it contains an optimizer.
 
