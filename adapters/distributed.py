@@ -36,43 +36,25 @@ from mlflash.run.forked_spare import fork_spares
 
 _BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = datetime.timedelta(minutes=10)
-_LEAVE_OUT = (
-    "leave it out: the ranks find each other through their launcher. If you need it, call torch.distributed's own "
-)
-_LEAVE_OUT += "init_process_group with the launcher's rank and size"
+_LEAVE_OUT = ("leave it out: the ranks find each other through their launcher. If you need it, call "
+              "torch.distributed's own init_process_group with the launcher's rank and size")  # fmt: skip
 
 
 @dataclasses.dataclass
 class _Ranks:
-    """The ranks that a launcher has started.
+    """The ranks that a launcher has started."""
 
-    Attributes:
-        rank: this process.
-        size: number of ranks.
-        host: name or address at which the others reach rank 0. Other ranks ignore theirs.
-        tell: gives all ranks the text that rank 0 has. Collective.
-    """
-
-    rank: int
+    rank: int  # this process
     size: int
-    host: str
-    tell: Callable[[str | None], str]
+    host: str  # name or address at which the others reach rank 0; other ranks ignore theirs
+    tell: Callable[[str | None], str]  # gives all ranks the text that rank 0 has; collective
 
 
 def init_process_group(
-    backend: str | None = None,
-    init_method: str | None = None,
-    timeout: datetime.timedelta | None = None,
-    world_size: int = -1,
-    rank: int = -1,
-    store: Any = None,
-    group_name: str = "",
-    pg_options: Any = None,
-    device_id: torch.device | int | None = None,
-    *,
-    comm: Any = None,
-    host: str | None = None,
-) -> None:
+    backend: str | None = None, init_method: str | None = None, timeout: datetime.timedelta | None = None,
+    world_size: int = -1, rank: int = -1, store: Any = None, group_name: str = "", pg_options: Any = None,
+    device_id: torch.device | int | None = None, *, comm: Any = None, host: str | None = None,
+) -> None:  # fmt: skip
     """Set up torch.distributed with the ranks of a launcher.
 
     It takes torch's arguments in torch's order, and three more by name. It does not take ``enable_reconfigure`` of

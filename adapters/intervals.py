@@ -36,7 +36,6 @@ def say(checkpointer: Checkpointer, every: int | None, skip: int | None, own: st
     """Log on rank 0 which steps will be saved in memory. Not collective.
 
     Args:
-        checkpointer: an open Checkpointer.
         every, skip: see `is_due`. If ``every`` is None, those that the framework saves.
         own: when the framework saves, as text after "whenever".
         nothing: why the framework saves no step, and which argument changes that. Empty: it saves some.

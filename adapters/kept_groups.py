@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,6 @@ from mlflash.memory.process_names import read_stat
 from mlflash.run.decider_link import Seat, is_spare, registered_groups
 from mlflash.run.forked_spare import begin_anew
 
-from .left_steps import buckets_of, forget_step
-
 log = logging.getLogger("mlflash")
 
 Address = tuple[str, int]
@@ -62,6 +60,7 @@ _QUIET_S = 10.0
 _ASLEEP_S, _LOOK_S = 0.3, 0.01
 _COMPUTES = "pt_gloo_runloop"  # torch's name for these threads
 _MEETS = timedelta(seconds=10)  # limit for all ranks to meet or connect; gloo would not notice a loss meanwhile
+_GIVEN = "_mlflash_buckets"  # the attribute of a DDP that has the buckets of its reducer
 _ON_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _drops = 0  # how often all groups were dropped
 _presumes = False  # whether groups are made without other processes
@@ -410,6 +409,78 @@ def init_process_group(rank: int, size: int, timeout: timedelta) -> None:
         store = dist.HashStore()
     dist.init_process_group(BACKEND, rank=rank, world_size=size, timeout=timeout, store=store)
     registered_groups[:] = [TorchGroups(timeout)]
+
+
+# DDP and FSDP2 forget a step that was left in the middle, because a collective failed when a rank was lost. DDP's
+# reducer waits for gradients that never come. DDP has no public call for this, so it gets a new reducer, as unpickling
+# does. FSDP2's modules still hold whole parameters, unreduced gradients, and the order in which modules ran. Its public
+# call is `FSDPModule.reset_iter_state`, since PyTorch 2.13; what that call does not expect is cleared before it.
+
+
+def forget_step(model: nn.Module, buckets: Sequence[str] = ()) -> None:
+    """Forget an unfinished step, in a model and all of its modules.
+
+    Collective over the groups of DDP, whose reducer compares the ranks. With FSDP2 alone it is not collective.
+    Afterwards parameters, optimizer and buffers have undefined values: restore them.
+
+    Args:
+        model: a model that an exception may have interrupted in forward or backward. Its gradients become None.
+        buckets: the buckets of each DDP in the model (`buckets_of`), the same on all ranks. Without them a new reducer
+            would change the order of gradients after its first step, so that sums of that step are rounded otherwise.
+            If buckets are missing or "", torch chooses them.
+    """
+    given = iter(buckets)
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            _make_reducer(module, next(given, ""))
+        elif isinstance(module, FSDPModule):
+            _forget_shards(module)
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def buckets_of(model: nn.Module) -> list[str]:
+    """Give the order in which each DDP in a model sends gradients, as torch writes it. "" before it is fixed."""
+    modules = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    # A new reducer does not report it before its third step, but it uses the buckets that it was given.
+    return [str(module._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices") or getattr(module, _GIVEN, ""))
+            for module in modules]  # fmt: skip
+
+
+def _make_reducer(module: DistributedDataParallel, buckets: str) -> None:
+    parameters, are_sparse = module._build_params_for_reducer()
+    names = module._build_debug_param_to_name_mapping(parameters)
+    choose = dist._compute_bucket_assignment_by_size
+    setattr(module, _GIVEN, buckets)
+    given = [[int(number) for number in bucket.split()] for bucket in buckets.split(",") if bucket.strip()]
+    if given:  # torch reads them from last to first
+        dist._compute_bucket_assignment_by_size = lambda *_: (given[::-1], [module.bucket_bytes_cap] * len(given))
+    try:
+        module._ddp_init_helper(parameters, are_sparse, names, module.static_graph)
+    finally:
+        dist._compute_bucket_assignment_by_size = choose
+    if module.static_graph:
+        module.reducer._set_static_graph()
+
+
+def _forget_shards(module: FSDPModule) -> None:
+    state: Any = module._get_fsdp_state()
+    if not state._is_root:  # its root does it, or it has never run
+        return
+    for unit in state._state_ctx.all_states:
+        for group in unit._fsdp_param_groups:
+            group._all_gather_result = None  # its collective has failed: waiting for it would raise the error again
+            for parameter in group.fsdp_params:
+                _forget_gradient(parameter)
+    module.reset_iter_state()
+
+
+def _forget_gradient(parameter: Any) -> None:
+    """Forget the gradient of a whole parameter. PyTorch does this itself since 2.15."""
+    if hasattr(parameter, "_unsharded_param"):  # otherwise this rank has not used it
+        parameter._unsharded_param.grad = None
+    if "unsharded_accumulated_grad" in vars(parameter):  # in 2.15 it is the gradient above, under another name
+        parameter.unsharded_accumulated_grad = None
 
 
 # The result of a collective of gloo, with a wait that can be interrupted, whatever gloo is doing. If a connection

@@ -185,23 +185,14 @@ ENUMS = {
     "signal": {"Handlers", "Signals"},
     "megatron.core.enums": {"Fp4Recipe", "Fp8Recipe", "ModelType"},
     "megatron.core.inference.config": {
-        "AsyncScheduleMode",
-        "CudaGraphSizingDistribution",
-        "KVCacheManagementMode",
-        "PrefixCachingCoordinatorPolicy",
+        "AsyncScheduleMode", "CudaGraphSizingDistribution", "KVCacheManagementMode", "PrefixCachingCoordinatorPolicy",
         "PrefixCachingEvictionPolicy",
     },
     "megatron.core.rerun_state_machine": {"RerunDiagnostic", "RerunMode", "RerunState", "RerunValidationStatus"},
     "megatron.core.tensor_parallel.generalized_tensor_parallelism": {"GTPChain"},
     "megatron.core.transformer.enums": {
-        "AttnBackend",
-        "AttnMaskType",
-        "AttnType",
-        "CudaGraphModule",
-        "CudaGraphScope",
-        "InferenceCudaGraphScope",
-        "LayerType",
-        "ModelType",
+        "AttnBackend", "AttnMaskType", "AttnType", "CudaGraphModule", "CudaGraphScope", "InferenceCudaGraphScope",
+        "LayerType", "ModelType",
     },
     **{
         f"{package}.{module}": names
@@ -211,5 +202,5 @@ ENUMS = {
     _SCALER: {"LossScaleProfile"},
     "deepspeed.runtime.zero.config": {"ZeroStageEnum"},
     "deepspeed.runtime.zero.offload_config": {"OffloadDeviceEnum"},
-}
+}  # fmt: skip
 VALUES = {"builtins": {"bool", "bytes", "dict", "float", "int", "list", "str", "tuple"}, "numpy": {"ndarray"}}

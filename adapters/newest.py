@@ -19,17 +19,11 @@ _UNKNOWN: tuple[type[BaseException], ...] = (OSError, KeyError, ImportError, Val
 
 @dataclasses.dataclass(frozen=True)
 class OnDisk:
-    """A checkpoint that a framework wrote to disk.
+    """A checkpoint that a framework wrote to disk."""
 
-    Attributes:
-        path: its path, or what else the log calls it. None: there is none, or it is incomplete and there is no other.
-        step: its step. None: unknown.
-        is_other: whether this is not the checkpoint that was asked for, because that is incomplete.
-    """
-
-    path: Any
-    step: int | None = None
-    is_other: bool = False
+    path: Any  # or what else the log calls it; None: there is none, or it is incomplete and there is no other
+    step: int | None = None  # None: unknown
+    is_other: bool = False  # whether this is not the checkpoint that was asked for, because that is incomplete
 
     def is_newer(self, step: int) -> bool:
         """Whether training starts from it instead of a step in memory.
@@ -46,7 +40,6 @@ def newest_in_memory(checkpointer: Checkpointer, disk: OnDisk, instead: object =
     Collective over all ranks.
 
     Args:
-        checkpointer: an open Checkpointer.
         disk: the checkpoint on disk, the same on all ranks.
         instead: what else training can start from, if nothing is on disk. None: nothing.
 

@@ -135,6 +135,7 @@ _OTHER_CALLS = [code[0] for code in (pickle.INST, pickle.OBJ, pickle.EXT1, pickl
 
 
 _PYTHON: Any = pickle._Unpickler
+_LISTS = (list, collections.deque)
 
 
 class _Unpickler(pickle._Unpickler):
@@ -217,21 +218,6 @@ class _Unpickler(pickle._Unpickler):
             return
         raise pickle.UnpicklingError(f"refused to set attributes of {made!r}")
 
-    def _append(self) -> None:
-        self._fill(self.stack[-2], (list, collections.deque), _PYTHON.load_append)
-
-    def _appends(self) -> None:
-        self._fill(self.metastack[-1][-1], (list, collections.deque), _PYTHON.load_appends)
-
-    def _set_item(self) -> None:
-        self._fill(self.stack[-3], (dict,), _PYTHON.load_setitem)
-
-    def _set_items(self) -> None:
-        self._fill(self.metastack[-1][-1], (dict,), _PYTHON.load_setitems)
-
-    def _add_items(self) -> None:
-        self._fill(self.metastack[-1][-1], (set,), _PYTHON.load_additems)
-
     def _fill(self, made: Any, kinds: tuple[type, ...], load: Callable[[Any], None]) -> None:
         if not isinstance(made, kinds) and self._made_by(made) is not _Way.ALLOWED:
             raise pickle.UnpicklingError(f"refused to fill {made!r} in this way")
@@ -242,8 +228,12 @@ class _Unpickler(pickle._Unpickler):
 
     dispatch |= {
         pickle.REDUCE[0]: _call, pickle.NEWOBJ[0]: _make, pickle.NEWOBJ_EX[0]: _make_with_keywords,
-        pickle.BUILD[0]: _set_state, pickle.APPEND[0]: _append, pickle.APPENDS[0]: _appends,
-        pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items, pickle.ADDITEMS[0]: _add_items,
+        pickle.BUILD[0]: _set_state,
+        pickle.APPEND[0]: lambda self: self._fill(self.stack[-2], _LISTS, _PYTHON.load_append),
+        pickle.APPENDS[0]: lambda self: self._fill(self.metastack[-1][-1], _LISTS, _PYTHON.load_appends),
+        pickle.SETITEM[0]: lambda self: self._fill(self.stack[-3], (dict,), _PYTHON.load_setitem),
+        pickle.SETITEMS[0]: lambda self: self._fill(self.metastack[-1][-1], (dict,), _PYTHON.load_setitems),
+        pickle.ADDITEMS[0]: lambda self: self._fill(self.metastack[-1][-1], (set,), _PYTHON.load_additems),
     } | dict.fromkeys(_OTHER_CALLS, _refuse)  # fmt: skip
 
 

@@ -6,8 +6,10 @@ Frameworks lack hooks at some of the places where a checkpoint is saved or loade
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from mlflash.errors import ConfigError
@@ -43,6 +45,17 @@ def replaced(target: Any, /, **instead: Any) -> contextlib.ExitStack:
         for name, new in instead.items():
             stack.callback(_Replacement(target, name, new).undo)
         return stack.pop_all()
+
+
+def once_staged(wait_staged: Callable[[], None], work: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function that waits until saves have copied everything, and then does work that may change weights."""
+
+    @functools.wraps(work)
+    def wait_and_work(*args: Any, **kwargs: Any) -> Any:
+        wait_staged()
+        return work(*args, **kwargs)
+
+    return wait_and_work
 
 
 class _Replacement:

@@ -30,12 +30,7 @@ class Scalars:
         ended = [snapshot for snapshot in self._open if snapshot.done]
         self._open = [snapshot for snapshot in self._open if snapshot not in ended]
         for snapshot in ended:
-            values = {
-                "stall_s": snapshot.stall_s,
-                "commit_s": snapshot.commit_s,
-                "nbytes": snapshot.nbytes,
-                "failed": not snapshot.committed,
-            }
-            for name, value in values.items():
+            values = {"stall_s": snapshot.stall_s, "commit_s": snapshot.commit_s, "nbytes": snapshot.nbytes}
+            for name, value in {**values, "failed": not snapshot.committed}.items():
                 if value is not None:
                     self._writer.add_scalar(f"mlflash/{name}", float(value), snapshot.step)

@@ -20,7 +20,7 @@ from bench.launch import HOME, run_until
 from bench.results import Result, read, report
 
 ORDER = ("save", "sizes", "restore", "startup", "training", "walltime", "gpu", "dcp", "megatron", "own_files", "parity",
-         "drain", "transport", "peers", "scale", "replay")  # fmt: skip
+         "drain", "transport", "peers", "scale")  # fmt: skip
 END_S = 20.0  # between SIGTERM and SIGKILL
 
 

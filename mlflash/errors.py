@@ -22,7 +22,6 @@ __all__ = [
     "MemoryTooSmall",
     "MlflashError",
     "MpiUnavailable",
-    "ReplayMismatch",
     "SaveFailed",
     "StateError",
     "StepNotFound",
@@ -208,10 +207,6 @@ class WorldSizeChanged(MlflashError, RuntimeError):
 
 class CorruptSlot(MlflashError, ValueError):
     """The bytes of a slot or file do not match their checksums, or do not follow the format."""
-
-
-class ReplayMismatch(MlflashError, ArithmeticError):
-    """Two ranks computed different gradients from the same micro-batch: one of them computes wrong results."""
 
 
 class SaveFailed(MlflashError, RuntimeError):

@@ -48,17 +48,11 @@ _in_child: dict[int, dict[Key, torch.Tensor]] = {}  # in a child process: what t
 
 @dataclasses.dataclass(frozen=True)
 class Laid:
-    """A state dict that has a layout but no plan yet.
-
-    Attributes:
-        keys: name and offset of each tensor.
-        shapes: shapes of the whole tensors.
-        flat: its leaves: room for the index, room for what planners turn into bytes, then the tensors.
-    """
+    """A state dict that has a layout but no plan yet."""
 
     keys: tuple[Key, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    flat: Flat
+    shapes: tuple[tuple[int, ...], ...]  # of the whole tensors
+    flat: Flat  # its leaves: room for the index, room for what planners turn into bytes, then the tensors
 
 
 class Layouts:
@@ -102,8 +96,6 @@ class Layouts:
 
 class Staged:
     """Copies of the tensors of a state dict, which training does not change.
-
-    Not collective.
 
     Args:
         checkpointer: gives the slot. If no slot is free now, the tensors are cloned instead.
@@ -382,12 +374,7 @@ def parts_of(value: Any, name: str) -> Iterator[tuple[WriteItem, torch.Tensor]]:
 
 
 class Parts(torch.Tensor):
-    """Replaces a tensor by other tensors as its parts. A planner finds the same items in it.
-
-    Args:
-        items: the write items of the tensor.
-        tensors: one tensor for each item.
-    """
+    """Replaces a tensor by other tensors, one for each of its write items. A planner finds the same items in it."""
 
     @staticmethod
     def __new__(cls, items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> Parts:
@@ -427,19 +414,12 @@ class Parts(torch.Tensor):
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """The part of a tensor that this rank has.
+    """The part of a tensor that this rank has."""
 
-    Attributes:
-        key: name of the tensor, and offset of the part in it.
-        value: the part, on any device, with any strides.
-        shape: shape of the whole tensor.
-        whole: the DTensor, if the part is a shard of one.
-    """
-
-    key: Key
-    value: torch.Tensor
-    shape: tuple[int, ...]
-    whole: Any = None
+    key: Key  # name of the tensor, and offset of the part in it
+    value: torch.Tensor  # the part, on any device, with any strides
+    shape: tuple[int, ...]  # of the whole tensor
+    whole: Any = None  # the DTensor, if the part is a shard of one
 
 
 def pack(keys: Iterable[Key], parts: Mapping[str, bytes], planner_data: bytes | None) -> tuple[bytes, bytes]:

@@ -43,32 +43,20 @@ _KNOWN = {"torch", "megatron", "mlflash", "builtins", "abc"}
 
 @dataclasses.dataclass
 class _Written:
-    """What one rank's plan names.
+    """What one rank's plan names."""
 
-    Attributes:
-        keys: keys of the tensors.
-        parts: values as bytes, by name.
-        chunks: the tensors. Empty if they were staged and have not changed.
-        token: token of the staged state dict. 0: none.
-    """
-
-    keys: list[Key]
-    parts: dict[str, bytes]
-    chunks: list[Chunk]
-    token: int = 0
+    keys: list[Key]  # of the tensors
+    parts: dict[str, bytes]  # values as bytes, by name
+    chunks: list[Chunk]  # the tensors; empty if they were staged and have not changed
+    token: int = 0  # of the staged state dict; 0: none
 
 
 @dataclasses.dataclass
 class _Begin:
-    """The request to begin a save, sent to the process that has the Checkpointer.
+    """The request to begin a save, sent to the process that has the Checkpointer."""
 
-    Attributes:
-        step: training step. None: the next one.
-        thread: the thread of that process that works for the save.
-    """
-
-    step: int | None
-    thread: int
+    step: int | None  # None: the next one
+    thread: int  # the thread of that process that works for the save
 
 
 @dataclasses.dataclass
@@ -81,19 +69,12 @@ class _Post:
 
 
 class _Running(threading.local):
-    """The save that this thread works on. Saves of other threads may overlap it.
+    """The save that this thread works on. Saves of other threads may overlap it."""
 
-    Attributes:
-        id: the checkpoint's id.
-        is_coordinator: whether this rank ends the save.
-        written: what this rank wrote.
-        begun: the save as the process of the Checkpointer knows it.
-    """
-
-    id: str | os.PathLike[str] | int | None = None
-    is_coordinator = False
-    written: _Written | None = None
-    begun: ReservedSave | None = None
+    id: str | os.PathLike[str] | int | None = None  # the checkpoint's id
+    is_coordinator = False  # whether this rank ends the save
+    written: _Written | None = None  # what this rank wrote
+    begun: ReservedSave | None = None  # the save as the process of the Checkpointer knows it
 
 
 class MemoryWriter(StorageWriter):
@@ -118,18 +99,9 @@ class MemoryWriter(StorageWriter):
         owned: gives more tensors that change only in those steps, see `AdapterAPI.save_or_warn`.
     """
 
-    enabled = True
-
-    def __new__(
-        cls, checkpointer: Checkpointer | None = None, enabled: bool = True, until: Sequence[Any] | str = ()
-    ) -> MemoryWriter:
-        """Make a writer. If mlflash is off, make one that writes nothing."""
-        is_off = checkpointer is not None and (turned_off(enabled) or not checkpointer.enabled)
-        made: MemoryWriter = super().__new__(_IdleWriter if is_off else cls)
-        return made
-
     def __init__(self, checkpointer: Checkpointer, enabled: bool = True, until: Sequence[Any] | str = ()):
         self._checkpointer: Checkpointer | None = checkpointer
+        self.enabled = checkpointer.enabled and not turned_off(enabled)
         self.until = until
         self.owned: Callable[[], Iterable[Any]] = lambda: ()
         self._timeout_s = checkpointer.timeout_s
@@ -148,7 +120,8 @@ class MemoryWriter(StorageWriter):
         Raises:
             MemoryTooSmall: the slots do not fit into the node's memory.
         """
-        self._here.prepare(self._layouts.lay_out(state_dict, self._room).flat)
+        if self.enabled:
+            self._here.prepare(self._layouts.lay_out(state_dict, self._room).flat)
 
     # StorageWriter
 
@@ -157,7 +130,7 @@ class MemoryWriter(StorageWriter):
         return names_a_step(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
+        if self.enabled and checkpoint_id is not None:
             step_of(checkpoint_id)
         self._running.id = checkpoint_id
 
@@ -166,6 +139,8 @@ class MemoryWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         """Name the checkpoint, and begin the save: DCP makes this call first, on all ranks."""
+        if not self.enabled:
+            return StorageMeta()
         name = self._running.id
         thread = threading.get_ident() if self._checkpointer is not None else self._sender
         self._ask(_Begin(None if name is None else step_of(name), thread))
@@ -180,6 +155,10 @@ class MemoryWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Copy what the plan names, if it is not copied yet. The coordinator posts the save later, in `finish`."""
         running = self._running
+        done: Future[list[WriteResult]] = Future()
+        if not self.enabled:
+            done.set_result([])
+            return done
         try:
             staged = tuple(self._staged.values())
             running.written = _collect(plan, planner, staged, self._checkpointer is None)
@@ -191,12 +170,13 @@ class MemoryWriter(StorageWriter):
             running.id = None  # the next save may come without one, and then without a call of reset
         if not running.is_coordinator:
             self._ask(_Post(running.written))
-        done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(item.index, _nbytes(item), None) for item in plan.items])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Wait for the commit."""
+        if not self.enabled:
+            return
         written, self._running.written = self._running.written, None
         assert written is not None
         self._ask(_Post(written, pickled(metadata.planner_data), wait=True))
@@ -211,6 +191,8 @@ class MemoryWriter(StorageWriter):
 
     def stage(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Copy a state dict into a slot. You may change the state dict when this returns."""
+        if not self.enabled:  # a child process gets meta tensors, because torch would otherwise move the live ones
+            return StagedDict(state_dict)
         self._here.adapting.end_reservations()
         laid = self._layouts.lay_out(state_dict, self._room)
         staged = Staged(self._here, state_dict, laid, self.until, self.owned)
@@ -233,7 +215,7 @@ class MemoryWriter(StorageWriter):
         return self._checkpointer
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._door is None:
+        if self._door is None and self.enabled:
             self._door = open_door(self._answer)
         left = dict.fromkeys(("_checkpointer", "_running", "_layouts", "until", "owned"))
         return {**self.__dict__, **left, "_staged": {}, "_sender": threading.get_ident()}
@@ -286,43 +268,6 @@ class MemoryWriter(StorageWriter):
         leaves = staged.leaves(written.keys, index, blob)
         staged.give_up()
         return leaves
-
-
-class _IdleWriter(MemoryWriter):
-    """Lets DCP plan and writes nothing. A `MemoryWriter` is one of these if mlflash is off."""
-
-    enabled = False
-
-    def prepare(self, state_dict: Mapping[str, Any]) -> None:
-        """Do nothing: there are no slots."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Accept any id."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: no setup is needed."""
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta()
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Do nothing: there is nothing to commit."""
-
-    def stage(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Copy nothing. A child process gets meta tensors, because torch would otherwise move the live ones."""
-        return StagedDict(state_dict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # a child has nothing to ask
 
 
 def _collect(plan: SavePlan, planner: SavePlanner, staged: Collection[Staged], child: bool) -> _Written:

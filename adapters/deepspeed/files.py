@@ -13,7 +13,6 @@ replace methods of it, and leaves nothing where your checkpoints are.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import pickle
@@ -31,7 +30,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from mlflash.errors import ConfigError, StructureMismatch, WorldSizeChanged
 
 from ..pickles import apart, together
-from ..replacing import replaced
+from ..replacing import once_staged, replaced
 
 log = logging.getLogger("mlflash")
 
@@ -208,10 +207,7 @@ def part_of(name: str, part: str) -> str:
 
 
 def step_on_disk(engine: Any, load_dir: str | os.PathLike[str], tag: str | None) -> int | None:
-    """Give the step of a checkpoint that DeepSpeed wrote. None if there is none, or if it cannot be read.
-
-    Not collective.
-    """
+    """Give the step of a checkpoint that DeepSpeed wrote. None if there is none, or if it cannot be read."""
     try:
         tag = Path(load_dir, "latest").read_text().strip() if tag is None else str(tag)
     except OSError:
@@ -257,12 +253,8 @@ def _is_partitioned(engine: Any) -> bool:
 
 
 def _in_use(engine: Any, checkpoint_engine: MemoryCheckpointEngine) -> contextlib.ExitStack:
-    return replaced(
-        engine,
-        checkpoint_engine=checkpoint_engine,
-        save_non_zero_checkpoint=True,
-        _copy_recovery_script=lambda path: None,
-    )
+    return replaced(engine, checkpoint_engine=checkpoint_engine, save_non_zero_checkpoint=True,
+                    _copy_recovery_script=lambda path: None)  # fmt: skip
 
 
 def _weights_only(optimizer: Any) -> contextlib.ExitStack:
@@ -300,20 +292,10 @@ def optimizers_of(engine: Any) -> list[Any] | str:
 
 
 def owned_by(engine: Any) -> Iterable[Any]:
-    """Give the weights if they change only in that step. With ZeRO-3 give none, because they are freed and gathered.
-
-    Not collective.
-    """
+    """Give the weights if they change only in that step. With ZeRO-3 give none, because they are freed and gathered."""
     return () if engine.zero_optimization_partition_weights() else engine.module.parameters()
 
 
 def steps_once_staged(engine: Any, wait_staged: Callable[[], None]) -> contextlib.ExitStack:
     """Let that step first wait until saves have copied everything. Close the result to undo it. Not collective."""
-    step = engine.optimizer.step
-
-    @functools.wraps(step)
-    def wait_and_step(*args: Any, **kwargs: Any) -> Any:
-        wait_staged()
-        return step(*args, **kwargs)
-
-    return replaced(engine.optimizer, step=wait_and_step)
+    return replaced(engine.optimizer, step=once_staged(wait_staged, engine.optimizer.step))

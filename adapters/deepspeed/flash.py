@@ -12,6 +12,7 @@ from typing import Any
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
 from mlflash import Checkpointer, rng
+from mlflash.checkpointer.adapter_api import OwnFiles
 from mlflash.checkpointer.off import turned_off
 from mlflash.errors import ConfigError, StepNotFound, StructureMismatch, Unrestorable, WorldSizeChanged
 
@@ -32,15 +33,10 @@ from .files import (
 
 
 def attach(
-    engine: Any,
-    every_n_steps: int | None = None,
-    skip_every_n_steps: int | None = None,
-    storage_every: int | None = None,
-    enabled: bool = True,
-    directory: str | os.PathLike[str] | None = None,
-    in_background: bool = False,
-    **settings: Any,
-) -> Flash:
+    engine: Any, every_n_steps: int | None = None, skip_every_n_steps: int | None = None,
+    storage_every: int | None = None, enabled: bool = True, directory: str | os.PathLike[str] | None = None,
+    in_background: bool = False, **settings: Any,
+) -> Flash:  # fmt: skip
     """Give an engine checkpoints in memory. Call it before the engine's `load_checkpoint`.
 
     Collective over all ranks. After this call ``engine.load_checkpoint`` takes the newest checkpoint of memory and
@@ -106,7 +102,7 @@ class Flash:
         self._open = functools.partial(Checkpointer, directory, **settings)
         self.checkpointer = self._open()
         self._save, self._load = engine.save_checkpoint, engine.load_checkpoint
-        self._files = OwnFiles(engine, self.checkpointer, self._save) if in_background else None
+        self._files = self.checkpointer.adapting.own_files() if in_background else None
         self._methods = replaced(engine, save_checkpoint=self._save_checkpoint, load_checkpoint=self._load_checkpoint)
         self._methods.enter_context(steps_once_staged(engine, self.wait_staged))
         own = "save_if_needed or engine.save_checkpoint is called"
@@ -184,17 +180,32 @@ class Flash:
             to_storage = self.storage_every > 0 and self._calls >= self.storage_every
             self._calls = 0 if to_storage else self._calls
             self.save(client_state, tag, exclude_frozen_parameters)
-        elif self._is_told_nothing and self._is_new(self._engine.global_steps):
-            self.save(client_state, tag, exclude_frozen_parameters)
+        elif self._is_told_nothing:
+            assert self.checkpointer is not None
+            step = self._engine.global_steps
+            if step != self.checkpointer.last_step and intervals.is_due(step, None, self._skip):
+                self.save(client_state, tag, exclude_frozen_parameters)
         if to_storage:
-            save = self._save if self._files is None else self._files.save
-            save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+            tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
+            self._save_to_storage(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
         return True
 
-    def _is_new(self, step: int) -> bool:
-        """Whether a step is due in memory, and not saved there yet."""
-        assert self.checkpointer is not None
-        return step != self.checkpointer.last_step and intervals.is_due(step, None, self._skip)
+    def _save_to_storage(self, save_dir: str, tag: str, client_state: Any, save_latest: bool, exclude: bool) -> None:
+        """Let DeepSpeed write to storage, or to memory with ``in_background``, unless some rank has no room there."""
+        engine, files, target = self._engine, self._files, os.path.abspath(os.path.join(save_dir, tag))
+        # no rank can wait for files on another node
+        if files is None or engine.use_node_local_storage() or not files.begin(target):
+            self._save(save_dir, tag, client_state, save_latest, exclude)
+            return
+        notes = {os.path.join(os.path.dirname(target), "latest"): tag} if save_latest else {}
+        if engine.global_rank == 0:
+            os.makedirs(save_dir, exist_ok=True)
+        copy_script = engine._copy_recovery_script  # the script belongs next to the checkpoints, not into one
+        with (
+            files.directory(target, notes) as path,
+            replaced(engine, _copy_recovery_script=lambda folder: copy_script(save_dir)),
+        ):
+            self._save(os.fspath(path.parent), tag, client_state, False, exclude)
 
     # Loading
 
@@ -228,7 +239,7 @@ class Flash:
         options |= dict(zip(names, args, strict=False))
         self.wait_staged()
         if self._files is not None:
-            self._files.files.finish()
+            self._files.finish()
         if not self._engine.load_universal_checkpoint():
             assert self.checkpointer is not None
             step = self.checkpointer.adapting.seen_by_first(lambda: step_on_disk(self._engine, load_dir, tag))
@@ -309,8 +320,8 @@ class Flash:
             self.checkpointer.close()
             self.checkpointer = self._open()
             if self._files is not None:
-                self._files.files.close()
-                self._files = OwnFiles(self._engine, self.checkpointer, self._save)
+                self._files.close()
+                self._files = self.checkpointer.adapting.own_files()
 
     # Ending
 
@@ -329,38 +340,7 @@ class Flash:
             if self.checkpointer is not None:
                 stack.callback(self.checkpointer.__exit__, kind, error, trace)
             if self._files is not None:
-                stack.callback(self._files.files.close)
+                stack.callback(self._files.close)
                 if kind is None:
-                    stack.callback(self._files.files.finish)
+                    stack.callback(self._files.finish)
             self._methods.close()
-
-
-# A DeepSpeed engine's own checkpoints: it writes them to memory, and they are moved to storage in the background. The
-# files are DeepSpeed's, so it loads them without mlflash. A checkpoint gets its name when all files of all ranks have
-# arrived. After that ``latest`` names it.
-
-
-class OwnFiles:
-    """Moves the own checkpoints of one engine. Collective over all ranks. Close it at the end."""
-
-    def __init__(self, engine: Any, checkpointer: Checkpointer, save: Callable[..., object]):
-        self._engine, self._save = engine, save
-        self.files = checkpointer.adapting.own_files()
-
-    def save(self, save_dir: str, tag: str | None, client_state: Any, save_latest: bool, exclude: bool) -> None:
-        """Let DeepSpeed write a checkpoint to memory, or to storage if some rank has no room. Collective."""
-        engine, tag = self._engine, f"global_step{self._engine.global_steps}" if tag is None else str(tag)
-        target = os.path.abspath(os.path.join(save_dir, tag))
-        # no rank can wait for files on another node
-        if engine.use_node_local_storage() or not self.files.begin(target):
-            self._save(save_dir, tag, client_state, save_latest, exclude)
-            return
-        notes = {os.path.join(os.path.dirname(target), "latest"): tag} if save_latest else {}
-        if engine.global_rank == 0:
-            os.makedirs(save_dir, exist_ok=True)
-        copy_script = engine._copy_recovery_script  # the script belongs next to the checkpoints, not into one
-        with (
-            self.files.directory(target, notes) as path,
-            replaced(engine, _copy_recovery_script=lambda folder: copy_script(save_dir)),
-        ):
-            self._save(os.fspath(path.parent), tag, client_state, False, exclude)

@@ -26,14 +26,5 @@ from .states import (
     sharded_state_dict,
 )
 
-__all__ = [
-    "Checkpoints",
-    "DistributedFileSystemReader",
-    "Ranker",
-    "full_state_dict",
-    "init_optim_state",
-    "load_local_state_dict",
-    "load_sharded_state_dict",
-    "local_state_dict",
-    "sharded_state_dict",
-]
+__all__ = ["Checkpoints", "DistributedFileSystemReader", "Ranker", "full_state_dict", "init_optim_state",
+           "load_local_state_dict", "load_sharded_state_dict", "local_state_dict", "sharded_state_dict"]  # fmt: skip

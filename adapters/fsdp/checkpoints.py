@@ -90,14 +90,9 @@ class Checkpoints:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "mlflash-fsdp")
 
     def async_save(
-        self,
-        state_dict: Mapping[str, Any],
-        checkpoint_id: str | os.PathLike[str],
-        process_group: Any = None,
-        coordinator_rank: int | None = None,
-        *,
-        until: Sequence[Any] = (),
-    ) -> concurrent.futures.Future[Metadata]:
+        self, state_dict: Mapping[str, Any], checkpoint_id: str | os.PathLike[str], process_group: Any = None,
+        coordinator_rank: int | None = None, *, until: Sequence[Any] = (),
+    ) -> concurrent.futures.Future[Metadata]:  # fmt: skip
         """Stage a state dict and save it in the background.
 
         Collective over the process group. You may change ``state_dict`` when this returns.
@@ -168,15 +163,10 @@ class Checkpoints:
             raise SaveFailed(f"a checkpoint was not saved: {errors[0]}") from errors[0]
 
     def load(
-        self,
-        state_dict: dict[str, Any],
-        checkpoint_id: str | os.PathLike[str] | None = None,
-        process_group: Any = None,
-        coordinator_rank: int | None = None,
-        then: Callable[[], Any] | None = None,
-        *,
+        self, state_dict: dict[str, Any], checkpoint_id: str | os.PathLike[str] | None = None,
+        process_group: Any = None, coordinator_rank: int | None = None, then: Callable[[], Any] | None = None, *,
         storage_reader: DistributedFileSystemReader | None = None,
-    ) -> int | None:
+    ) -> int | None:  # fmt: skip
         """Fill a state dict in place.
 
         Collective over all ranks of torch.distributed, each with its own process group. Groups that load the same id
@@ -216,7 +206,8 @@ class Checkpoints:
         with self._that_loads(name, group) as (member, every):
             step = self._step(name, step, member, every)
             if step is None:
-                _say_nothing_is_there(every, checkpoint_id)
+                if every.ranks[0] == dist.get_rank():
+                    log.warning("nothing was saved under the id %s: the state dict is unchanged", checkpoint_id)
                 return None
             member.reader.reset(f"step-{step}")
             _load(state_dict, member.reader, every.status)
@@ -226,12 +217,9 @@ class Checkpoints:
             return step
 
     def load_sharded_optimizer_state_dict(
-        self,
-        model_state_dict: Any,
-        optimizer_key: str,
-        storage_reader: DistributedFileSystemReader,
+        self, model_state_dict: Any, optimizer_key: str, storage_reader: DistributedFileSystemReader,
         process_group: Any = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any]:  # fmt: skip
         """Load the optimizer's part of a sharded checkpoint, for ``FSDP.optim_state_dict_to_load``.
 
         Collective over all ranks of torch.distributed, each with its own process group, like `load`. You do not need
@@ -277,7 +265,7 @@ class Checkpoints:
         """
         with contextlib.ExitStack() as stack:
             for key in sorted(self._members, reverse=True):  # the stack calls the last one first
-                stack.callback(self._members[key].close)
+                stack.callback(self._members[key].checkpointer.close)
             self._members, self._groups = {}, {}
             self._thread.shutdown()
 
@@ -329,7 +317,7 @@ class Checkpoints:
             yield self._member(name, group), group
             return
         if (own := self._members.pop((name, group.ranks), None)) is not None:
-            own.close()  # one job at a time may have this name on a node
+            own.checkpointer.close()  # one job at a time may have this name on a node
         if ranks not in self._groups:
             self._groups[ranks] = Group.of_ranks(ranks)
         every = self._groups[ranks]
@@ -341,7 +329,7 @@ class Checkpoints:
             member.checkpointer.__exit__(type(error), error, None)
             raise
         self._undefined.pop(name, None)
-        member.close()
+        member.checkpointer.close()
 
     def _step(self, name: str, step: int | None, member: Member, every: Group) -> int | None:
         """Choose the step to load, by default the newest that can be loaded. Collective over all ranks."""
@@ -370,7 +358,6 @@ def _only_one(checkpoint_id: str | os.PathLike[str] | None,
 
 
 def _is_url(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Whether an id is written to an object store or another file system."""
     return "://" in os.fspath(checkpoint_id)
 
 
@@ -384,11 +371,6 @@ def _folder_of(name: str) -> str:
     digest = hashlib.sha256(name.encode()).hexdigest()[:8]
     stem = re.sub(r"[^A-Za-z0-9._-]+", "_", name.rpartition("/")[2])[:16]
     return f"{stem}.{digest}"
-
-
-def _say_nothing_is_there(every: Group, checkpoint_id: str | os.PathLike[str]) -> None:
-    if every.ranks[0] == dist.get_rank():
-        log.warning("nothing was saved under the id %s: the state dict is unchanged", checkpoint_id)
 
 
 def _ranks_of(process_group: Any) -> tuple[int, ...]:

@@ -25,17 +25,11 @@ log = logging.getLogger("mlflash")
 
 @dataclasses.dataclass
 class Group:
-    """Ranks that save and load together.
+    """Ranks that save and load together."""
 
-    Attributes:
-        ranks: ranks of the world, in the order of the process group.
-        process_group: the process group that the user gave.
-        planning, status: gloo groups of the same ranks, one for each thread. Training uses neither.
-    """
-
-    ranks: tuple[int, ...]
-    process_group: Any
-    planning: Any
+    ranks: tuple[int, ...]  # ranks of the world, in the order of the process group
+    process_group: Any  # the process group that the user gave
+    planning: Any  # this and `status` are gloo groups of the same ranks, one for each thread; training uses neither
     status: Any
 
     @staticmethod
@@ -113,7 +107,6 @@ class Everyone:
         return sorted(ranks) == list(range(dist.get_world_size()))
 
     def _told(self, mine: Any) -> list[Any]:
-        """Gather a value from all ranks. Collective over all of them."""
         said: list[Any] = [None] * dist.get_world_size()
         try:
             if self._group is None:
@@ -129,10 +122,7 @@ class Everyone:
 
 
 class Member:
-    """The Checkpointer of one group for one name.
-
-    Collective over the group.
-    """
+    """The Checkpointer of one group for one name. Collective over the group."""
 
     def __init__(self, group: Group, job: str, settings: dict[str, Any]):
         self.checkpointer = Checkpointer(job=job, process_group=group.process_group, **settings)
@@ -153,9 +143,6 @@ class Member:
         if newest is None:
             return []
         return [*(step for step in steps if step < newest), newest] if wanted is None else [wanted]
-
-    def close(self) -> None:
-        self.checkpointer.close()
 
 
 def _new_group(ranks: Sequence[int]) -> Any:

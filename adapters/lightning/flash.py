@@ -20,6 +20,7 @@ import fsspec  # comes with Lightning
 import torch
 
 from mlflash import Checkpointer
+from mlflash.checkpointer.adapter_api import OwnFiles
 from mlflash.checkpointer.off import turned_off
 from mlflash.errors import ConfigError
 
@@ -27,7 +28,7 @@ from .. import intervals
 from ..newest import OnDisk, newest_complete, newest_in_memory
 from ..replacing import replaced
 from .checkpoint_io import PREFIX, step_of_path
-from .loops import OwnSaves, at_step_ends, go_on, restore_together
+from .loops import StepEnds, go_on, restore_together
 from .packages import leave_mpi_alone
 from .states import ALIKE, state_of
 
@@ -58,16 +59,10 @@ class Flash:
     """
 
     def __init__(
-        self,
-        every_n_steps: int | None = None,
-        skip_every_n_steps: int | None = None,
-        enabled: bool = True,
-        directory: str | os.PathLike[str] | None = None,
-        signals: Sequence[int] = (),
-        async_save: bool = True,
-        in_background: bool = False,
-        **settings: Any,
-    ):
+        self, every_n_steps: int | None = None, skip_every_n_steps: int | None = None, enabled: bool = True,
+        directory: str | os.PathLike[str] | None = None, signals: Sequence[int] = (), async_save: bool = True,
+        in_background: bool = False, **settings: Any,
+    ):  # fmt: skip
         intervals.check(every_n_steps, skip_every_n_steps)
         leave_mpi_alone()
         super().__init__()
@@ -76,11 +71,9 @@ class Flash:
         self._directory, self._signals, self._settings = directory, tuple(signals), settings
         self._waits, self._in_background = not async_save, in_background
         self._files: OwnFiles | None = None
-        self._before: dict[int, Any] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._before: dict[int, Any] = {}  # what handled the signals
+        self._undo = contextlib.ExitStack()
         self._told = False
-        self._step = 0
-        self._own: OwnSaves | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Open the Checkpointer, and let Lightning start from the newest checkpoint of memory and disk. Collective."""
@@ -93,22 +86,18 @@ class Flash:
                               "tensor each shard is")  # fmt: skip
         self.checkpointer = Checkpointer(self._directory, **{**_shared(trainer), **self._settings})
         self._take_over_start(trainer, trainer._checkpoint_connector)
-        self._own = OwnSaves(trainer, self.checkpointer, self._every, self._skip)
-        self._own.say_when()
-        self._undo.append(self._own.undo)
-        wait_staged = self.checkpointer.adapting.wait_staged
-        self._undo.append(at_step_ends(trainer, lambda has_ended: self._end_step(trainer, has_ended), wait_staged))
+        end_step = functools.partial(self._end_step, trainer)
+        ends = StepEnds(trainer, self.checkpointer, self._every, self._skip, end_step)
+        self._undo.enter_context(ends.replaced)
         if self._in_background:
-            self._files = OwnFiles(trainer, self.checkpointer)
+            self._files = _own_files(trainer, self.checkpointer)
         for number in self._signals:
             self._before[number] = signal.signal(number, self._note_signal)
-
-    def on_train_start(self, trainer: Any, *args: Any) -> None:
-        self._step = trainer.global_step
+            self._undo.callback(signal.signal, number, self._before[number])
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if self._files is not None:
-            self._files.files.finish()
+            self._files.finish()
         self._end()
 
     def on_exception(self, *args: Any, **kwargs: Any) -> None:
@@ -127,19 +116,15 @@ class Flash:
             connector._ckpt_path = f"{PREFIX}{step}"
             connector._loaded_checkpoint, at = state_of(trainer).load(checkpointer, step)
             together = functools.partial(checkpointer.adapting.load_together, step)
-            self._undo.append(restore_together(connector, together))
-            self._undo.append(go_on(trainer.fit_loop, at, together))
+            self._undo.enter_context(restore_together(connector, together))
+            self._undo.enter_context(go_on(trainer.fit_loop, at, together))
 
-        self._undo.append(replaced(connector, resume_start=resume_start).close)
+        self._undo.enter_context(replaced(connector, resume_start=resume_start))
 
-    def _end_step(self, trainer: Any, epoch_has_ended: bool) -> None:
-        """Save if a step has ended and is due. Collective."""
+    def _end_step(self, trainer: Any, is_new: bool, is_due: bool, epoch_has_ended: bool) -> None:
         if self.checkpointer is None:
             return
-        step, before = trainer.global_step, self._step
-        is_new, self._step = step != before, step  # otherwise gradients are still accumulated, or this step was handled
-        assert self._own is not None
-        is_due = self._own.is_due(is_new)
+        step = trainer.global_step
         is_last = is_new and bool(self._signals) and trainer.strategy.reduce_boolean_decision(self._told, all=False)
         if is_last or is_due:
             self.checkpointer.adapting.save_or_warn(step, state_of(trainer, epoch_has_ended), trainer.optimizers)
@@ -157,11 +142,7 @@ class Flash:
                 stack.callback(files.close)
             if checkpointer is not None:
                 stack.callback(checkpointer.__exit__, error, None, None)
-            for number, before in self._before.items():
-                stack.callback(signal.signal, number, before)
-            for undo in self._undo:
-                stack.callback(undo)
-            self._before, self._undo = {}, []
+            stack.callback(self._undo.close)
 
     def _note_signal(self, number: int, frame: Any) -> None:
         self._told = True
@@ -217,69 +198,58 @@ def _step_of(path: Any) -> int:
         raise EOFError(f"the file is cut off: {error}") from error
 
 
-# Lightning's own checkpoints: Lightning writes them to memory, and they are moved to their place in the background.
-# The files are Lightning's, so it resumes from them without mlflash. A checkpoint gets its name when all files of all
-# ranks have arrived, and only then links to it are made. If a ModelCheckpoint deletes something meanwhile, that waits
-# until then.
+# Lightning's own checkpoints. When one has arrived, links to it are made. If a ModelCheckpoint deletes something
+# meanwhile, that waits until then.
 
 
-class OwnFiles:
-    """Moves Lightning's own checkpoints of one fit. Collective over all ranks. Close it at the end."""
+def _own_files(trainer: Any, checkpointer: Checkpointer) -> OwnFiles:
+    """Let Lightning write the checkpoints of one fit to memory. Collective over all ranks, as the new methods are."""
+    strategy = trainer.strategy
+    if any("Async" in kind.__name__ for kind in type(strategy.checkpoint_io).__mro__):
+        raise ConfigError("a plugin already writes checkpoints in the background: leave out in_background, or the "
+                          "plugin", found=type(strategy.checkpoint_io).__name__)  # fmt: skip
+    files, write, delete = checkpointer.adapting.own_files(), strategy.save_checkpoint, strategy.remove_checkpoint
 
-    def __init__(self, trainer: Any, checkpointer: Checkpointer):
-        strategy = trainer.strategy
-        if any("Async" in kind.__name__ for kind in type(strategy.checkpoint_io).__mro__):
-            raise ConfigError("a plugin already writes checkpoints in the background: leave out in_background, or the "
-                              "plugin", found=type(strategy.checkpoint_io).__name__)  # fmt: skip
-        self._strategy, self.files = strategy, checkpointer.adapting.own_files()
-        self._save: Callable[..., None] = strategy.save_checkpoint
-        self._remove: Callable[[Any], None] = strategy.remove_checkpoint
-        self._undo = replaced(strategy, save_checkpoint=self.save, remove_checkpoint=self.remove)
-        for callback in trainer.checkpoint_callbacks:
-            if hasattr(callback, "file_exists"):  # a ModelCheckpoint
-                exists = functools.partial(self.exists, callback.file_exists)
-                link = functools.partial(self.link, callback._link_checkpoint)
-                self._undo.callback(replaced(callback, file_exists=exists, _link_checkpoint=link).close)
-
-    def save(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        """Let Lightning write a checkpoint to memory, or to its place if some rank has no room. Collective."""
-        target = os.fspath(self._strategy.broadcast(filepath))
-        if "://" in target or storage_options is not None or not self.files.begin(target):
-            self._save(checkpoint, filepath, storage_options)
+    def save(checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        target = os.fspath(strategy.broadcast(filepath))
+        if "://" in target or storage_options is not None or not files.begin(target):
+            write(checkpoint, filepath, storage_options)
             return
-        if self._writes_on_all_ranks():
-            with self.files.directory(target) as path, replaced(self._strategy, broadcast=lambda what, *args: what):
-                self._save(checkpoint, path)
-        elif self._strategy.is_global_zero:
-            with self.files.directory(target, alone=True) as path:
-                self._save(checkpoint, path / path.name)
+        if _writes_on_all_ranks(strategy):
+            with files.directory(target) as path, replaced(strategy, broadcast=lambda what, *args: what):
+                write(checkpoint, path)
+        elif strategy.is_global_zero:
+            with files.directory(target, alone=True) as path:
+                write(checkpoint, path / path.name)
         else:
-            self._save(checkpoint, filepath)
-        self.files.expect(target)
+            write(checkpoint, filepath)
+        files.expect(target)
 
-    def remove(self, filepath: Any) -> None:
-        """Delete a checkpoint once all checkpoints that were written after it have arrived. Collective."""
-        self.files.remove_when_moved(filepath, functools.partial(self._remove, filepath))
+    def remove(filepath: Any) -> None:
+        files.remove_when_moved(filepath, functools.partial(delete, filepath))
 
-    def link(self, link: Callable[..., None], trainer: Any, filepath: str, linkpath: str) -> None:
-        """Link to a checkpoint once it has arrived. Collective."""
-        if not self.files.expects(filepath):
-            link(trainer, filepath, linkpath)
+    def link(make: Callable[..., None], trainer: Any, filepath: str, linkpath: str) -> None:
+        if not files.expects(filepath):
+            make(trainer, filepath, linkpath)
         elif trainer.is_global_zero:
-            self.files.link(linkpath, filepath)
+            files.link(linkpath, filepath)
 
-    def exists(self, exists: Callable[[Any, Any], bool], filepath: Any, trainer: Any) -> bool:
-        """Whether a file would exist if all writes and deletions were done already. Collective."""
-        return self.files.would_be_there(filepath, lambda: exists(filepath, trainer))
+    def exists(is_there: Callable[[Any, Any], bool], filepath: Any, trainer: Any) -> bool:
+        return files.would_be_there(filepath, lambda: is_there(filepath, trainer))
 
-    def close(self) -> None:
-        """Close without waiting. The rest is still moved in the background. Not collective."""
-        self._undo.close()
-        self.files.close()
+    files.replaced.enter_context(replaced(strategy, save_checkpoint=save, remove_checkpoint=remove))
+    for callback in trainer.checkpoint_callbacks:
+        if hasattr(callback, "file_exists"):  # a ModelCheckpoint
+            files.replaced.enter_context(replaced(
+                callback,
+                file_exists=functools.partial(exists, callback.file_exists),
+                _link_checkpoint=functools.partial(link, callback._link_checkpoint),
+            ))  # fmt: skip
+    return files
 
-    def _writes_on_all_ranks(self) -> bool:
-        """Whether a checkpoint is a directory with files of each rank."""
-        strategy = self._strategy
-        return bool(getattr(strategy, "_save_distributed_checkpoint", False)) or (
-            getattr(strategy, "_state_dict_type", "") == "sharded"
-        )
+
+def _writes_on_all_ranks(strategy: Any) -> bool:
+    """Whether a checkpoint is a directory with files of each rank."""
+    return bool(getattr(strategy, "_save_distributed_checkpoint", False)) or (
+        getattr(strategy, "_state_dict_type", "") == "sharded"
+    )

@@ -8,6 +8,7 @@ know the epoch. It does not restore random numbers.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -22,86 +23,77 @@ Together = Callable[[Callable[[], Any]], Any]
 _RESTORES = ("restore_model", "restore_datamodule", "restore_callbacks", "restore_training_state")
 
 
-def at_step_ends(trainer: Any, end_step: Callable[[bool], None], wait_staged: Callable[[], None]) -> Callable[[], None]:
-    """Let Lightning's fit loop call a function when everything that belongs to a batch is done.
+class StepEnds:
+    """The ends of the steps in Lightning's fit loop, and which of these steps are due in memory.
 
-    Not collective. For the last batch of an epoch, the call comes when everything that belongs to the epoch is done. If
+    A step ends when everything that belongs to its batch is done, and to its epoch if it is the last batch of that. If
     training stops within an epoch, there is another call for the last batch. When training has ended, there is one
     more.
 
-    Args:
-        trainer: Lightning's Trainer.
-        end_step: the function. Its argument says whether an epoch has ended.
-        wait_staged: called at the begin of an epoch and at the end of training, before callbacks may give the model
-            other weights, such as averages.
-
-    Returns:
-        A function that undoes it.
-    """
-    loop = trainer.fit_loop
-    inner = loop.epoch_loop
-    begin_epoch, end_epoch, end_batch, end_run = (
-        loop.on_advance_start, loop.on_advance_end, inner.on_advance_end, loop.on_run_end
-    )  # fmt: skip
-
-    def on_epoch_start() -> None:
-        wait_staged()
-        begin_epoch()
-
-    def on_epoch_end() -> None:
-        end_epoch()
-        end_step(inner._num_ready_batches_reached())
-
-    def on_batch_end(*args: Any) -> None:
-        end_batch(*args)
-        if not inner._num_ready_batches_reached():  # otherwise the epoch ends next
-            end_step(False)
-
-    def on_run_end() -> None:
-        wait_staged()
-        end_run()
-        end_step(inner._num_ready_batches_reached())
-        wait_staged()
-
-    undo = replaced(loop, on_advance_start=on_epoch_start, on_advance_end=on_epoch_end, on_run_end=on_run_end)
-    undo.callback(replaced(inner, on_advance_end=on_batch_end).close)
-    return undo.close
-
-
-class OwnSaves:
-    """Knows which steps Lightning itself saves, through a ModelCheckpoint or a call by hand.
-
-    Not collective; Lightning saves on all ranks. A save of Lightning is remembered until the step ends. So a checkpoint
-    within a step, while gradients are still accumulated, counts for the end of that step.
+    A step is due by the user's intervals. Without an interval it is due if Lightning itself has saved it, through a
+    ModelCheckpoint or a call by hand. Such a save is remembered until the step ends. So a checkpoint within a step,
+    while gradients are still accumulated, counts for the end of that step.
 
     Args:
-        trainer: Lightning's Trainer.
-        checkpointer: an open Checkpointer.
         every, skip: the user's intervals, see `intervals.is_due`.
+        end_step: called at each end, on all ranks. Its arguments say whether the step is another one than at the last
+            call, whether it is due, and whether an epoch has ended.
         is_memory: whether a path means memory. A save to it is not Lightning's own.
+
+    Attributes:
+        replaced: undoes it when it is closed.
     """
 
-    def __init__(self, trainer: Any, checkpointer: Checkpointer, every: int | None, skip: int | None,
-                 is_memory: Callable[[Any], bool] = lambda path: False):  # fmt: skip
+    def __init__(
+        self, trainer: Any, checkpointer: Checkpointer, every: int | None, skip: int | None,
+        end_step: Callable[[bool, bool, bool], None], is_memory: Callable[[Any], bool] = lambda path: False,
+    ):  # fmt: skip
         self._trainer, self._checkpointer, self._every, self._skip = trainer, checkpointer, every, skip
+        self._end_step = end_step
         self._was_told = False
-        save = trainer.save_checkpoint
+        self._step: int | None = None  # of the last call
+        loop, wait_staged, save = trainer.fit_loop, checkpointer.adapting.wait_staged, trainer.save_checkpoint
+        inner = loop.epoch_loop
+        begin_epoch, end_epoch, end_batch, end_run = (
+            loop.on_advance_start, loop.on_advance_end, inner.on_advance_end, loop.on_run_end
+        )  # fmt: skip
+
+        def on_epoch_start() -> None:
+            wait_staged()  # callbacks may give the model other weights now, such as averages
+            self._step = trainer.global_step if self._step is None else self._step
+            begin_epoch()
+
+        def on_epoch_end() -> None:
+            end_epoch()
+            self._end(inner._num_ready_batches_reached())
+
+        def on_batch_end(*args: Any) -> None:
+            end_batch(*args)
+            if not inner._num_ready_batches_reached():  # otherwise the epoch ends next
+                self._end(False)
+
+        def on_run_end() -> None:
+            wait_staged()  # as above
+            end_run()
+            self._end(inner._num_ready_batches_reached())
+            wait_staged()
 
         def save_checkpoint(filepath: Any, *args: Any, **kwargs: Any) -> None:
             save(filepath, *args, **kwargs)
             self._was_told |= not is_memory(filepath)
 
-        self.undo = replaced(trainer, save_checkpoint=save_checkpoint).close
+        self.replaced = replaced(
+            loop, on_advance_start=on_epoch_start, on_advance_end=on_epoch_end, on_run_end=on_run_end
+        )
+        self.replaced.enter_context(replaced(inner, on_advance_end=on_batch_end))
+        self.replaced.enter_context(replaced(trainer, save_checkpoint=save_checkpoint))
+        self._say_when()
 
-    def is_due(self, is_new: bool) -> bool:
-        """Whether to save the step that has just ended in memory. Not collective.
-
-        Args:
-            is_new: whether the step is another one than at the last call.
-        """
+    def _end(self, epoch_has_ended: bool) -> None:
         step = self._trainer.global_step
+        is_new, self._step = self._step not in (None, step), step
         asked = is_new if self._every is not None else self._take() and step != self._checkpointer.last_step
-        return asked and intervals.is_due(step, self._every, self._skip)
+        self._end_step(is_new, asked and intervals.is_due(step, self._every, self._skip), epoch_has_ended)
 
     def _take(self) -> bool:
         """Whether Lightning saved the step that has just ended. A second call for the same save gives False."""
@@ -110,18 +102,15 @@ class OwnSaves:
         self._was_told = False
         return True
 
-    def say_when(self) -> None:
-        """Log which steps will be saved in memory. Not collective."""
+    def _say_when(self) -> None:
         named = ", ".join(type(callback).__name__ for callback in self._trainer.checkpoint_callbacks)
         why = ("the Trainer has no ModelCheckpoint, and nothing has called trainer.save_checkpoint so far. Set "
                "every_n_steps=... of the callback to save")  # fmt: skip
         intervals.say(self._checkpointer, self._every, self._skip, f"Lightning saves ({named})", "" if named else why)
 
 
-def before_first_step(loop: Any, has_ended: bool | None, prepare: Callable[[Any], None]) -> Callable[[], None]:
+def before_first_step(loop: Any, has_ended: bool | None, prepare: Callable[[Any], None]) -> contextlib.ExitStack:
     """Let Lightning's fit loop begin a new step after a restore, because the saved step was finished.
-
-    Not collective.
 
     Args:
         loop: the trainer's fit loop.
@@ -130,7 +119,7 @@ def before_first_step(loop: Any, has_ended: bool | None, prepare: Callable[[Any]
         prepare: called before the first step, with the data fetcher.
 
     Returns:
-        A function that undoes it if no step was made.
+        It undoes this if no step was made.
     """
     inner = loop.epoch_loop
 
@@ -148,33 +137,32 @@ def before_first_step(loop: Any, has_ended: bool | None, prepare: Callable[[Any]
         inner.advance(fetcher)
 
     undo_reset, undo_advance = replaced(inner, reset=reset), replaced(inner, advance=advance)
-
-    def undo() -> None:
-        undo_reset.close()
-        undo_advance.close()
-
+    undo = contextlib.ExitStack()
+    undo.callback(undo_advance.close)
+    undo.callback(undo_reset.close)
     return undo
 
 
-def position(trainer: Any, checkpoint: dict[str, Any], epoch_has_ended: bool) -> dict[str, Any]:
-    """Take the positions of data loaders out of a checkpoint of Lightning, and add random numbers. Not collective."""
+def position(checkpoint: dict[str, Any], epoch_has_ended: bool | None) -> dict[str, Any]:
+    """Take the positions of data loaders out of a checkpoint of Lightning, and add random numbers.
+
+    An epoch that has ended has no rows left. None: the step has not ended yet.
+    """
     loaders = checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", [])
-    # At the end of an epoch it has no rows left.
-    return {"rank": trainer.global_rank, "rng": rng().state_dict(), "epoch has ended": epoch_has_ended,
+    return {"rng": rng().state_dict(), "epoch has ended": epoch_has_ended,
             "loaders": [] if epoch_has_ended else loaders}  # fmt: skip
 
 
-def restore_together(connector: Any, together: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
+def restore_together(connector: Any, together: Together) -> contextlib.ExitStack:
     """Let Lightning put a checkpoint into model, callbacks, optimizers and loops on all ranks, or on none.
 
     This call is not collective, but the four calls in which Lightning does so are.
     """
-    steps = {name: functools.partial(together, getattr(connector, name)) for name in _RESTORES}
-    return replaced(connector, **steps).close
+    return replaced(connector, **{name: functools.partial(together, getattr(connector, name)) for name in _RESTORES})
 
 
-def go_on(loop: Any, at: dict[str, Any], together: Together) -> Callable[[], None]:
-    """Let the first step of Lightning's fit loop continue from a `position`. Not collective, but the first step is."""
+def go_on(loop: Any, at: dict[str, Any], together: Together) -> contextlib.ExitStack:
+    """Let the first step of Lightning's fit loop continue from a `position`. That step is collective."""
     has_ended = at["epoch has ended"]
     is_own = at["rank"] == loop.trainer.global_rank  # a new rank continues with its own random numbers
 

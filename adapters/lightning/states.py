@@ -40,7 +40,8 @@ class _State:
     def _read(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Give what Lightning would write to disk, and the position, see `loops`."""
         checkpoint: dict[str, Any] = self._trainer._checkpoint_connector.dump_checkpoint(False)
-        return checkpoint, position(self._trainer, checkpoint, self._epoch_has_ended)
+        at = position(checkpoint, self._epoch_has_ended)
+        return checkpoint, {"rank": self._trainer.global_rank, **at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise NotImplementedError("call `load` instead")

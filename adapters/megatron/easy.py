@@ -40,6 +40,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mlflash import Checkpointer, rng
+from mlflash.checkpointer.adapter_api import OwnFiles
 from mlflash.errors import ConfigError, MlflashError, StructureMismatch, Unrestorable
 
 from ..replacing import replaced
@@ -62,41 +63,30 @@ _WHEN_ASKED = 1 << 31  # no drain is due by itself, but there is a third slot fo
 
 @dataclasses.dataclass
 class _Running:
-    """What belongs to one training.
-
-    Attributes:
-        handler: writes the log to a file of its own.
-        pending: waits for the save that is running.
-        is_first: whether nothing was saved yet.
-        only_loads: whether `load_checkpoint` made it, before `initialize` said where checkpoints are.
-        files: moves Megatron's own checkpoints to the directory.
-        only: says at the end what did not come to the directory.
-    """
+    """What belongs to one training."""
 
     checkpointer: Checkpointer
     save: SaveShards
     mem_interval: int
     storage_interval: int
-    handler: logging.Handler | None = None
-    pending: Callable[[], None] | None = None
-    is_first: bool = True
-    only_loads: bool = False
-    files: OwnFiles | None = None
-    only: MemoryOnly | None = None
+    handler: logging.Handler | None = None  # writes the log to a file of its own
+    pending: Callable[[], None] | None = None  # waits for the save that is running
+    is_first: bool = True  # whether nothing was saved yet
+    only_loads: bool = False  # whether `load_checkpoint` made it, before `initialize` said where checkpoints are
+    files: OwnFiles | None = None  # moves Megatron's own checkpoints to the directory
+    max_ckpt_num: int = 0  # number of these to keep there; 0: all
+    written: collections.deque[str] = dataclasses.field(default_factory=collections.deque)  # by this training
+    only: MemoryOnly | None = None  # says at the end what did not come to the directory
 
 
 _running: _Running | None = None
 
 
 def initialize(
-    save_mem_interval: int,
-    save_storage_interval: int,
-    max_ckpt_num: int,
-    log_file_path: str | os.PathLike[str] | None = None,
-    enabled: bool = True,
-    in_background: bool = False,
+    save_mem_interval: int, save_storage_interval: int, max_ckpt_num: int,
+    log_file_path: str | os.PathLike[str] | None = None, enabled: bool = True, in_background: bool = False,
     **settings: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Set up saving. Call it after Megatron has made its process groups.
 
     Collective over all ranks. You may call it after `load_checkpoint`, as EasyCkpt's page does. Then `load_checkpoint`
@@ -143,7 +133,7 @@ def initialize(
         _running.only = only = MemoryOnly(checkpointer)
         _running.save.committed = lambda iteration: only.saved(iteration, _directory())
     if in_background and save_storage_interval and checkpointer.enabled:
-        _running.files = OwnFiles(persistent.arguments(), checkpointer, max_ckpt_num)
+        _running.files, _running.max_ckpt_num = _own_files(persistent.arguments(), checkpointer), max_ckpt_num
 
 
 initialize_easyckpt = initialize
@@ -200,7 +190,7 @@ def _load(model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str, s
         return persistent.load(_listed(model), optimizer, opt_param_scheduler, which, strict)
     _end_pending(running)
     if running.files is not None:
-        running.files.files.finish()
+        running.files.finish()
     chosen = getattr(arguments, load_arg, None)
     theirs, which = running.checkpointer.adapting.seen_by_first(lambda: persistent.newest(arguments, load_arg))
     other = chosen if chosen != getattr(arguments, "save", None) else None
@@ -252,7 +242,7 @@ def save_checkpoint_if_needed(iteration: int, model: Any, optimizer: Any, opt_pa
     gather(_listed(model), optimizer)
     if goes_on and (running.files is not None or not running.checkpointer.enabled):
         save = functools.partial(persistent.save, iteration, _listed(model), optimizer, opt_param_scheduler)
-        save() if running.files is None else running.files.save(iteration, save)
+        save_to_directory(iteration, running, save)
         goes_on = False
     if not (goes_on or in_memory):
         return
@@ -288,8 +278,8 @@ def close() -> None:
             stack.callback(running.only.end)
         stack.push(running.checkpointer.__exit__)
         if running.files is not None:
-            stack.callback(running.files.files.close)
-            running.files.files.finish()
+            stack.callback(running.files.close)
+            running.files.finish()
         _end_pending(running)
 
 
@@ -363,7 +353,6 @@ def _check(saved: dict[str, int], now: dict[str, int], concat: bool, iteration: 
 
 
 def _state_of(model: Any, optimizer: Any, with_rng: bool, is_loading: bool = False) -> dict[str, Any]:
-    """Give what is saved of a training, as Megatron's sharded state."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {"distrib_optim_sharding_type": _CUT, "singleton_local_shards": False,
                 "chained_optim_avoid_prefix": True, "dp_cp_group": group}  # fmt: skip
@@ -390,62 +379,58 @@ def _listed(model: Any) -> Sequence[Any]:
 
 
 def _unwrapped(model: Any) -> Any:
-    """Give the model without the wrappers of DDP and mixed precision."""
     while hasattr(model, "module"):
         model = model.module
     return model
 
 
-# Megatron's own checkpoints: Megatron writes them to memory, and they are moved to ``--save`` in the background. The
-# files are Megatron's, so Megatron loads them without mlflash. A checkpoint gets its name when all files of all ranks
-# have arrived. After that ``latest_checkpointed_iteration.txt`` names it.
+# Megatron's own checkpoints. When one has arrived, ``latest_checkpointed_iteration.txt`` names it.
 
 
-class OwnFiles:
-    """Moves Megatron's own checkpoints of one training. Collective over all ranks. Close it at the end."""
+def _own_files(arguments: Any, checkpointer: Checkpointer) -> OwnFiles:
+    """Make what moves Megatron's own checkpoints to ``--save``. Collective over all ranks."""
+    if getattr(arguments, "save", None) is None:
+        raise ConfigError("in_background=True moves Megatron's own checkpoints to --save: give --save a directory")
+    for flag in ("async_save", "save_retain_interval"):
+        if getattr(arguments, flag, None):
+            raise ConfigError("Megatron already writes, or deletes, checkpoints in the background: leave out "
+                              f"in_background, or --{flag.replace('_', '-')}")  # fmt: skip
+    return checkpointer.adapting.own_files()
 
-    def __init__(self, arguments: Any, checkpointer: Checkpointer, most: int):
-        if getattr(arguments, "save", None) is None:
-            raise ConfigError("in_background=True moves Megatron's own checkpoints to --save: give --save a directory")
-        for flag in ("async_save", "save_retain_interval"):
-            if getattr(arguments, flag, None):
-                raise ConfigError("Megatron already writes, or deletes, checkpoints in the background: leave out "
-                                  f"in_background, or --{flag.replace('_', '-')}")  # fmt: skip
-        self._directory, self._most = os.path.abspath(arguments.save), most
-        self.files, self._is_first = checkpointer.adapting.own_files(), checkpointer.adapting.ranks.rank == 0
-        self._written: collections.deque[str] = collections.deque()
 
-    def save(self, iteration: int, save: Callable[[], None]) -> None:
-        """Let Megatron write a checkpoint to memory, or to its directory if some rank has no room. Collective."""
-        from megatron.training import checkpointing
+def save_to_directory(iteration: int, running: _Running, save: Callable[[], None]) -> None:
+    """Let Megatron write to its directory, or first to memory if all ranks have room there. Collective."""
+    files, directory = running.files, os.path.abspath(_directory() or "")
+    target = os.path.join(directory, f"iter_{iteration:07d}")
+    if files is None or not files.begin(target):
+        save()
+        return
+    from megatron.training import checkpointing
 
-        target = os.path.join(self._directory, f"iter_{iteration:07d}")
-        if not self.files.begin(target):
+    name, tracker = checkpointing.get_checkpoint_name, checkpointing.get_checkpoint_tracker_filename
+    with files.directory(target, {os.path.join(directory, TRACKER): str(iteration)}) as path:
+        place = os.fspath(path.parent)
+
+        def moved(given: Any) -> Any:
+            return place if os.path.abspath(given) == directory else given
+
+        with replaced(
+            checkpointing,
+            get_checkpoint_name=lambda given, *args, **more: name(moved(given), *args, **more),
+            get_checkpoint_tracker_filename=lambda given: tracker(moved(given)),
+        ):
             save()
-            return
-        name, tracker = checkpointing.get_checkpoint_name, checkpointing.get_checkpoint_tracker_filename
-        with self.files.directory(target, {os.path.join(self._directory, TRACKER): str(iteration)}) as path:
-            place = os.fspath(path.parent)
+    running.written.append(target)
+    if running.max_ckpt_num:
+        files.when_moved(lambda: _delete_oldest(running))
 
-            def moved(directory: Any) -> Any:
-                return place if os.path.abspath(directory) == self._directory else directory
 
-            with replaced(
-                checkpointing,
-                get_checkpoint_name=lambda directory, *args, **more: name(moved(directory), *args, **more),
-                get_checkpoint_tracker_filename=lambda directory: tracker(moved(directory)),
-            ):
-                save()
-        self._written.append(target)
-        if self._most:
-            self.files.when_moved(self._delete)
-
-    def _delete(self) -> None:
-        """Delete the oldest checkpoints that this training wrote, beyond the number to keep."""
-        while len(self._written) > self._most:
-            oldest = self._written.popleft()
-            if self._is_first:
-                shutil.rmtree(oldest, ignore_errors=True)
+def _delete_oldest(running: _Running) -> None:
+    """Delete the oldest checkpoints that this training wrote, beyond the number to keep."""
+    while len(running.written) > running.max_ckpt_num:
+        oldest = running.written.popleft()
+        if running.checkpointer.adapting.ranks.rank == 0:
+            shutil.rmtree(oldest, ignore_errors=True)
 
 
 # Megatron's weights at a save: make them whole, and find those that change only in the optimizer's step.

@@ -45,7 +45,7 @@ class AsyncRequest(NamedTuple):
 
 
 def request(
-    add_done_callback: Callable[[Callable[[Any], None]], Any], finalize: Callable[[], None], timeout_s: float
+    add_done_callback: Callable[[Callable[[Any], None]], Any], finalize: Callable[[], Any], timeout_s: float
 ) -> AsyncRequest:
     """Make the request of a save that runs by itself.
 

@@ -111,20 +111,11 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
         if _AS_FILE and dist.get_rank() == 0:  # rank 0 has just written this file
             state[_COMMON] = io.BytesIO(Path(checkpoint_dir, _COMMON_FILE).read_bytes())
         self._writer.until, self._writer.owned = self._adapting.stepped_optimizers(), self.owned
-        future = dcp.async_save(
-            state,
-            checkpoint_id=os.fspath(checkpoint_dir),
-            storage_writer=self._writer,
-            planner=_planner(),
-            process_group=self._planning,
-        )
+        future = dcp.async_save(state, checkpoint_id=os.fspath(checkpoint_dir), storage_writer=self._writer,
+                                planner=_planner(), process_group=self._planning)  # fmt: skip
         self._before, step = future, step_of(checkpoint_dir)
         future.add_done_callback(lambda ended: None if ended.exception() else self.committed(step))
-
-        def finalize() -> None:
-            future.result()
-
-        return request(future.add_done_callback, finalize, self._timeout_s)
+        return request(future.add_done_callback, future.result, self._timeout_s)
 
 
 class LoadShards(stock.TorchDistLoadShardedStrategy):

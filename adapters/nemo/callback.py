@@ -18,12 +18,13 @@ from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
 from mlflash import Checkpointer, rng
 from mlflash.channel.ranks import check_torch_rank
+from mlflash.checkpointer.adapter_api import OwnFiles
 from mlflash.checkpointer.off import turned_off
 from mlflash.errors import ConfigError
 
 from .. import intervals
 from ..ids import step_of
-from ..lightning.loops import OwnSaves, at_step_ends, before_first_step, restore_together
+from ..lightning.loops import StepEnds, before_first_step, restore_together
 from ..lightning.packages import leave_mpi_alone
 from ..replacing import replaced
 from .checkpoint_io import MLFlashCheckpointIO
@@ -62,9 +63,7 @@ class MLFlashCheckpointCallback(Callback):
         self._place: tuple[str, str] | None = None
         self._with_context = self._in_background = False
         self._files: OwnFiles | None = None
-        self._undo: list[Callable[[], None]] = []
-        self._step = 0
-        self._own: OwnSaves | None = None
+        self._undo = contextlib.ExitStack()
 
     def save_through(self, memory: Memory, with_context: bool, in_background: bool) -> None:
         """Save through `Trainer.save_checkpoint` with paths below the base. Not collective."""
@@ -84,15 +83,12 @@ class MLFlashCheckpointCallback(Callback):
         if self.memory is not None:
             ranks = self.memory.checkpointer.adapting.ranks
             check_torch_rank(ranks.rank, ranks.size, ranks.torch_group)
-            self._own = OwnSaves(trainer, self.memory.checkpointer, self.every, self.skip, self.memory.holds)
-            self._own.say_when()
-            self._undo.append(self._own.undo)
-            wait_staged = self.memory.checkpointer.adapting.wait_staged
-            self._undo.append(at_step_ends(trainer, lambda has_ended: self._end_step(trainer, has_ended), wait_staged))
-            restores = restore_together(trainer._checkpoint_connector, lambda work: self._together(trainer, work))
-            self._undo.append(restores)
+            end_step, together = functools.partial(self._end_step, trainer), functools.partial(self._together, trainer)
+            ends = StepEnds(trainer, self.memory.checkpointer, self.every, self.skip, end_step, self.memory.holds)
+            self._undo.enter_context(ends.replaced)
+            self._undo.enter_context(restore_together(trainer._checkpoint_connector, together))
             if self._in_background:
-                self._files = OwnFiles(trainer, self.memory.checkpointer)
+                self._files = _own_files(trainer, self.memory.checkpointer)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Read the training's context, if it is to be saved. Collective."""
@@ -121,60 +117,47 @@ class MLFlashCheckpointCallback(Callback):
         """If the checkpoint is from memory, continue where this rank was."""
         at = checkpoint.pop(OF_RANK, None)
         if at is not None:
-            self._undo.append(_go_on(trainer, checkpoint, at))
+            self._undo.enter_context(_go_on(trainer, checkpoint, at))
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._step = trainer.global_step
-
-    def _end_step(self, trainer: Any, epoch_has_ended: bool) -> None:
-        assert self.memory is not None and self._own is not None
-        step, before = trainer.global_step, self._step
-        self._step = step
-        if not self._own.is_due(step != before):
+    def _end_step(self, trainer: Any, is_new: bool, is_due: bool, epoch_has_ended: bool) -> None:
+        assert self.memory is not None
+        if not is_due:
             return
         self.memory.epoch_has_ended = epoch_has_ended
         try:
-            trainer.save_checkpoint(self.memory.path_of(step))
+            trainer.save_checkpoint(self.memory.path_of(trainer.global_step))
         finally:
             self.memory.epoch_has_ended = None
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait until moved files are on disk, before NeMo writes its last checkpoint there. Not collective."""
         if self._files is not None:
-            self._files.end()
+            self._files.replaced.close()
+            self._files.finish()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Close. Then delete the checkpoints in memory, unless they are to be kept. Collective."""
         if stage != "fit" or self._place is None:
             return
-        with contextlib.ExitStack() as stack:  # close everything, even if a part raises
-            if self.memory is not None:
-                stack.callback(self.memory.close)
-            self._close_files(stack)
-            self._let_loops_be(stack)
+        self._end(Memory.close)
         if not self.keep:
             delete(*self._place)
 
     def on_exception(self, *args: Any, **kwargs: Any) -> None:
         """Close without waiting for other ranks. Checkpoints in memory stay."""
-        with contextlib.ExitStack() as stack:
-            if self.memory is not None:
-                stack.callback(self.memory.abandon)
-            self._close_files(stack)
-            self._let_loops_be(stack)
+        self._end(Memory.abandon)
 
-    def _close_files(self, stack: contextlib.ExitStack) -> None:
+    def _end(self, close: Callable[[Memory], None]) -> None:
         files, self._files = self._files, None
-        if files is not None:
-            stack.callback(files.close)
+        with contextlib.ExitStack() as stack:  # close everything, even if a part raises
+            if self.memory is not None:
+                stack.callback(close, self.memory)
+            if files is not None:
+                stack.callback(files.close)
+            stack.callback(self._undo.close)
 
-    def _let_loops_be(self, stack: contextlib.ExitStack) -> None:
-        for undo in self._undo:
-            stack.callback(undo)
-        self._undo = []
 
-
-def _go_on(trainer: Any, checkpoint: dict[str, Any], at: dict[str, Any]) -> Callable[[], None]:
+def _go_on(trainer: Any, checkpoint: dict[str, Any], at: dict[str, Any]) -> contextlib.ExitStack:
     """Let Lightning's fit loop continue where this rank was, before the loop is restored. Give what undoes it."""
     loop, has_ended = trainer.fit_loop, at["epoch has ended"]
     if at["loaders"]:
@@ -194,12 +177,8 @@ def _go_on(trainer: Any, checkpoint: dict[str, Any], at: dict[str, Any]) -> Call
         loop.on_advance_start()
 
     undo = replaced(loop, **({"on_advance_start": begin_epoch} if has_ended else {}))
-    let_steps_be = before_first_step(loop, has_ended, prepare)
-
-    def undo_all() -> None:
-        undo.close()
-        let_steps_be()
-
+    undo_all = before_first_step(loop, has_ended, prepare)
+    undo_all.callback(undo.close)
     return undo_all
 
 
@@ -211,40 +190,37 @@ def _context_of(trainer: Any) -> dict[str, bytes]:
         return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
-# NeMo's own checkpoints: its ModelCheckpoint writes them to memory, and they are moved to disk in the background. The
-# files are NeMo's, with the context, so its AutoResume finds and loads them without mlflash. A checkpoint gets its
-# name when all files of all ranks have arrived, and only then ``-last`` links to it. So it needs no marker for
-# unfinished checkpoints. If a ModelCheckpoint deletes something meanwhile, that waits until then.
+# NeMo's own checkpoints. They contain the context, so NeMo's AutoResume finds and loads them without mlflash. When a
+# checkpoint has arrived, ``-last`` links to it. So it needs no marker for unfinished checkpoints. If a ModelCheckpoint
+# deletes something meanwhile, that waits until then.
 
 
-class OwnFiles:
-    """Moves NeMo's own checkpoints of one fit with a `MegatronStrategy`. Collective over all ranks. Then close it."""
+def _own_files(trainer: Any, checkpointer: Checkpointer) -> OwnFiles:
+    """Let NeMo's ModelCheckpoints of one fit write to memory. Collective over all ranks, as their new methods are."""
+    if trainer.strategy.async_save:
+        raise ConfigError("NeMo already writes checkpoints in the background: leave out in_background, or give the "
+                          "MegatronStrategy ckpt_async_save=False")  # fmt: skip
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    if any(callback._ema_callback(trainer) is not None for callback in callbacks):
+        raise ConfigError("NeMo writes a second checkpoint, of moving averages (EMA), which in_background cannot "
+                          "move: leave out in_background")  # fmt: skip
+    files = checkpointer.adapting.own_files()
+    for callback in callbacks:
+        _write_to_memory(callback, files)
+    return files
 
-    def __init__(self, trainer: Any, checkpointer: Checkpointer):
-        if trainer.strategy.async_save:
-            raise ConfigError("NeMo already writes checkpoints in the background: leave out in_background, or give the "
-                              "MegatronStrategy ckpt_async_save=False")  # fmt: skip
-        callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-        if any(callback._ema_callback(trainer) is not None for callback in callbacks):
-            raise ConfigError("NeMo writes a second checkpoint, of moving averages (EMA), which in_background cannot "
-                              "move: leave out in_background")  # fmt: skip
-        self._strategy, self._files = trainer.strategy, checkpointer.adapting.own_files()
-        self._undo = contextlib.ExitStack()
-        names: dict[str, Callable[..., Any]] = {
-            "_save_checkpoint": self.save, "_link_checkpoint": self.link, "file_exists": self.exists,
-        }  # fmt: skip
-        for callback in callbacks:
-            ours = {name: functools.partial(do, callback, getattr(callback, name)) for name, do in names.items()}
-            self._undo.enter_context(replaced(callback, _remove_checkpoint=self.remove, **ours))
 
-    def save(self, callback: Any, save: Callable[..., None], trainer: Any, filepath: Any) -> None:
-        """Let NeMo write a checkpoint to memory, or to its place if some rank has no room. Collective."""
+def _write_to_memory(callback: Any, files: OwnFiles) -> None:
+    """Let a ModelCheckpoint write to memory, or to its place if some rank has no room."""
+    write, make_link, is_there = callback._save_checkpoint, callback._link_checkpoint, callback.file_exists
+    state = callback.state_dict
+
+    def save(trainer: Any, filepath: Any) -> None:
         target = Path(ckpt_to_dir(filepath))
-        if "://" in str(filepath) or not self._files.begin(os.fspath(target)):
-            save(trainer, filepath)
+        if "://" in str(filepath) or not files.begin(os.fspath(target)):
+            write(trainer, filepath)
             return
-        state = callback.state_dict
-        with self._files.directory(target) as path:
+        with files.directory(target) as path:
 
             def say_where() -> None:  # the checkpoint itself contains the path, too
                 last = callback.future_last_model_path
@@ -255,42 +231,34 @@ class OwnFiles:
                 return state()
 
             with replaced(callback, state_dict=state_dict):
-                save(trainer, f"{path}{callback.FILE_EXTENSION}")
+                write(trainer, f"{path}{callback.FILE_EXTENSION}")
             say_where()  # if only weights are saved, nobody has called `state_dict`
         callback._last_checkpoint_saved = filepath
-        self._files.expect(target)
+        files.expect(target)
 
-    def remove(self, trainer: Any, filepath: Any) -> None:
-        """Delete a checkpoint once all checkpoints that were written after it have arrived. Collective."""
-        self._files.remove_when_moved(ckpt_to_dir(filepath), functools.partial(self._remove, filepath))
+    def remove(trainer: Any, filepath: Any) -> None:
+        files.remove_when_moved(ckpt_to_dir(filepath), functools.partial(_remove, trainer.strategy, filepath))
 
-    def link(self, callback: Any, link: Callable[..., None], trainer: Any, filepath: Any, linkpath: Any) -> None:
-        """Link to a checkpoint once it has arrived. For a link to another step, let NeMo write it. Collective."""
+    def link(trainer: Any, filepath: Any, linkpath: Any) -> None:
         to, path = Path(ckpt_to_dir(filepath)), Path(ckpt_to_dir(linkpath))
-        if not self._files.expects(to) or str(path).replace("-last", "") != str(to):
-            link(trainer, filepath, linkpath)
+        if not files.expects(to) or str(path).replace("-last", "") != str(to):
+            make_link(trainer, filepath, linkpath)
             return
         if trainer.is_global_zero:
-            self._files.link(path, to)
-        self._files.expect(path)
+            files.link(path, to)
+        files.expect(path)
 
-    def exists(self, callback: Any, exists: Callable[..., bool], filepath: Any, *args: Any) -> bool:
-        """Whether a checkpoint would exist if all writes and deletions were done already. Collective."""
-        return self._files.would_be_there(ckpt_to_dir(filepath), lambda: exists(filepath, *args))
+    def exists(filepath: Any, *args: Any) -> bool:
+        return files.would_be_there(ckpt_to_dir(filepath), lambda: is_there(filepath, *args))
 
-    def end(self) -> None:
-        """Wait until all checkpoints are in place. From now on NeMo itself writes there. Not collective."""
-        self._undo.close()
-        self._files.finish()
+    files.replaced.enter_context(replaced(
+        callback, _save_checkpoint=save, _remove_checkpoint=remove, _link_checkpoint=link, file_exists=exists,
+    ))  # fmt: skip
 
-    def close(self) -> None:
-        """Close without waiting. The rest is still moved in the background. Not collective."""
-        self._undo.close()
-        self._files.close()
 
-    def _remove(self, filepath: Any) -> None:
-        """Delete a checkpoint as NeMo does, but without ranks that wait for each other."""
-        ModelCheckpoint.set_checkpoint_unfinished_marker(filepath)
-        with contextlib.suppress(OSError):
-            self._strategy.remove_checkpoint(filepath)
-        ModelCheckpoint.remove_checkpoint_unfinished_marker(filepath)
+def _remove(strategy: Any, filepath: Any) -> None:
+    """Delete a checkpoint as NeMo does, but without ranks that wait for each other."""
+    ModelCheckpoint.set_checkpoint_unfinished_marker(filepath)
+    with contextlib.suppress(OSError):
+        strategy.remove_checkpoint(filepath)
+    ModelCheckpoint.remove_checkpoint_unfinished_marker(filepath)

@@ -17,12 +17,13 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mlflash import Checkpointer, config, rng
+from mlflash import Checkpointer, config
 from mlflash.errors import MlflashError
 from mlflash.memory.node_directory import clean
 from mlflash.placement.topology import this_node
 
 from ..ids import step_of
+from ..lightning.loops import position
 from ..megatron.shards import LoadShards, SaveShards
 
 log = logging.getLogger("mlflash")
@@ -99,7 +100,8 @@ class Memory:
                 self._strategy = FullyParallelSaveStrategyWrapper(self._save, None, self._is_constant)
         is_first, self._is_first = self._is_first, False
         checkpoint[_ALIKE] = {"ranks": dist.get_world_size(), "context": self.context if dist.get_rank() == 0 else None}
-        checkpoint[OF_RANK] = _sharded(_position(checkpoint, self.epoch_has_ended))
+        at = position(checkpoint, self.epoch_has_ended)
+        checkpoint[OF_RANK] = _sharded({**at, "tracker": get_cuda_rng_tracker().get_states()})
         request = dist_checkpointing.save(
             checkpoint, self._save.directory(step), self._strategy, validate_access_integrity=is_first,
             async_sharded_save=True, content_metadata=content_metadata,
@@ -222,14 +224,3 @@ def delete(memory: str, job: str) -> None:
 
 def _sharded(value: Any) -> ShardedObject:
     return ShardedObject("mlflash.rank", value, (dist.get_world_size(),), (dist.get_rank(),))
-
-
-def _position(checkpoint: dict[str, Any], epoch_has_ended: bool | None) -> dict[str, Any]:
-    """Give what NeMo does not save of this rank's position, and take its data loaders out of the checkpoint."""
-    loaders = checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", [])
-    return {
-        "rng": rng().state_dict(),
-        "tracker": get_cuda_rng_tracker().get_states(),
-        "epoch has ended": epoch_has_ended,
-        "loaders": [] if epoch_has_ended else loaders,  # an epoch that has ended has no rows left
-    }

@@ -21,20 +21,12 @@ from .memory import Memory
 
 
 def wrap_trainer_and_auto_resume_with_mlflash(
-    trainer: Any,
-    flash_base_container: str | os.PathLike[str],
-    async_save: bool,
-    default_auto_resume: AutoResume | None = None,
-    always_save_context: bool = False,
-    write_thread_count: int = 1,
-    initial_write_buffer_size_bytes: int | None = None,
-    use_optimized_save: bool = True,
-    use_cached_ckpt_structure: bool = False,
-    use_fully_parallel_wrapper: bool = True,
-    enabled: bool = True,
-    in_background: bool = False,
-    **settings: Any,
-) -> AutoResume:
+    trainer: Any, flash_base_container: str | os.PathLike[str], async_save: bool,
+    default_auto_resume: AutoResume | None = None, always_save_context: bool = False, write_thread_count: int = 1,
+    initial_write_buffer_size_bytes: int | None = None, use_optimized_save: bool = True,
+    use_cached_ckpt_structure: bool = False, use_fully_parallel_wrapper: bool = True, enabled: bool = True,
+    in_background: bool = False, **settings: Any,
+) -> AutoResume:  # fmt: skip
     """Let a trainer with an `MLFlashCheckpointCallback` keep checkpoints in the memory of the nodes.
 
     Not collective. Call it before or after ``trainer.strategy.setup_environment()``, and before ``fit``.

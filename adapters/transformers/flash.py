@@ -23,13 +23,14 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from mlflash import Checkpointer
+from mlflash.checkpointer.adapter_api import OwnFiles
 from mlflash.checkpointer.off import turned_off
 from mlflash.errors import ConfigError, StructureMismatch
 from mlflash.state.plain_values import decode_plain
 
 from .. import intervals
-from ..newest import OnDisk
-from ..replacing import replaced
+from ..newest import OnDisk, newest_in_memory
+from ..replacing import once_staged, replaced
 from .states import Found, State, has_ended, state_of
 
 log = logging.getLogger("mlflash")
@@ -150,22 +151,18 @@ class MLFlashCallback(TrainerCallback):
             stack.callback(state.close)
             self._say_when(trainer)
             if self._in_background:
-                own = OwnFiles(trainer, self.checkpointer)
-                stack.callback(own.close)
-                stack.enter_context(replaced(trainer, **own.methods))
+                stack.callback(_own_files(trainer, self.checkpointer).close)
+            hooks, wait_staged = trainer.callback_handler, self.checkpointer.adapting.wait_staged
             stack.enter_context(replaced(
                 trainer,
                 _maybe_log_save_evaluate=self._then_save(trainer),
                 get_batch_samples=self._unless_over(trainer),
-                _load_best_model=self._once_staged(trainer._load_best_model),
+                _load_best_model=once_staged(wait_staged, trainer._load_best_model),
             ))  # fmt: skip
-            hooks = trainer.callback_handler
-            stack.enter_context(replaced(
-                hooks,  # callbacks may give the model other weights there, such as averages
-                on_epoch_begin=self._once_staged(hooks.on_epoch_begin),
-                on_epoch_end=self._once_staged(hooks.on_epoch_end),
-                on_train_end=self._once_staged(hooks.on_train_end),
-            ))  # fmt: skip
+            changing = ("on_epoch_begin", "on_epoch_end", "on_train_end")
+            # Callbacks may give the model other weights there, such as averages.
+            hold_back = {name: once_staged(wait_staged, getattr(hooks, name)) for name in changing}
+            stack.enter_context(replaced(hooks, **hold_back))
             start = start_from(self.checkpointer, trainer.args.output_dir, state.whole) if resume is True else resume
             if isinstance(start, Found):
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlflash-")))
@@ -185,33 +182,21 @@ class MLFlashCallback(TrainerCallback):
     def _forget(self) -> None:
         self.checkpointer = self._state = None
 
-    def _once_staged(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """Let a function that may change weights outside an optimizer first wait until saves have copied everything."""
-
-        @functools.wraps(work)
-        def wait_and_work(*args: Any, **kwargs: Any) -> Any:
-            assert self.checkpointer is not None
-            self.checkpointer.adapting.wait_staged()
-            return work(*args, **kwargs)
-
-        return wait_and_work
-
     def _then_save(self, trainer: Any) -> Callable[..., None]:
         """Save a step after it is logged and evaluated, because the results belong to the step. Collective."""
         # The Trainer calls it twice if an epoch ends early.
-        log_save_evaluate = self._once_staged(trainer._maybe_log_save_evaluate)
+        checkpointer, state = self.checkpointer, self._state
+        assert checkpointer is not None and state is not None
+        log_save_evaluate = once_staged(checkpointer.adapting.wait_staged, trainer._maybe_log_save_evaluate)
 
         def and_save(*args: Any, **kwargs: Any) -> None:
             if self._is_over:  # the run before did everything for the last step
                 return
             log_save_evaluate(*args, **kwargs)
-            if self._is_due and (
-                self._epoch_has_ended or not has_ended(trainer)
-            ):  # otherwise the Trainer calls this once more
+            if self._is_due and (self._epoch_has_ended or not has_ended(trainer)):  # or else it calls this once more
                 self._is_due, step = False, trainer.state.global_step
-                assert self.checkpointer is not None and self._state is not None
-                if step != self.checkpointer.last_step:  # the Trainer saves a step twice if an epoch ends early
-                    self._state.save(self.checkpointer.adapting, step)
+                if step != checkpointer.last_step:  # the Trainer saves a step twice if an epoch ends early
+                    state.save(checkpointer.adapting, step)
 
         return and_save
 
@@ -272,78 +257,67 @@ def TrainerWrapper(
     return trainer
 
 
-# The Trainer's own checkpoints: the Trainer writes them to memory, and they are moved to its folder in the
-# background. The files are the Trainer's, so it resumes from them without mlflash. A checkpoint gets its name when
-# all files of all ranks have arrived.
+# The Trainer's own checkpoints.
 
 
-class OwnFiles:
-    """Moves the Trainer's own checkpoints of one training. Collective over all ranks. Close it at the end."""
+def _own_files(trainer: Any, checkpointer: Checkpointer) -> OwnFiles:
+    """Let the Trainer write the checkpoints of one training to memory. Collective over all ranks, as its saves are."""
+    if trainer.args.push_to_hub:
+        raise ConfigError("the Trainer cannot upload checkpoints that are moved in the background: leave out "
+                          "in_background or push_to_hub")  # fmt: skip
+    files = checkpointer.adapting.own_files()
+    directory, write, load_best = trainer._get_output_dir, trainer._save_checkpoint, trainer._load_best_model
 
-    def __init__(self, trainer: Any, checkpointer: Checkpointer):
-        if trainer.args.push_to_hub:
-            raise ConfigError("the Trainer cannot upload checkpoints that are moved in the background: leave out "
-                              "in_background or push_to_hub")  # fmt: skip
-        self._trainer = trainer
-        self._files = checkpointer.adapting.own_files()
-        self._directory: Callable[[Any], str] = trainer._get_output_dir
-        self._save: Callable[[Any, Any], None] = trainer._save_checkpoint
-        self._load_best: Callable[[], None] = trainer._load_best_model
-
-    @property
-    def methods(self) -> dict[str, Callable[..., Any]]:
-        return {"_save_checkpoint": self.save, "_get_output_dir": self.output_dir, "_load_best_model": self.load_best}
-
-    def save(self, model: Any, trial: Any) -> None:
-        """Let the Trainer write its checkpoint to memory, or to disk if some rank has no room. Collective."""
-        folder, state = self._directory(trial), self._trainer.state
+    def save(model: Any, trial: Any) -> None:
+        folder, state = directory(trial), trainer.state
         target = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        if not self._files.begin(target):
-            self._save(model, trial)
+        if not files.begin(target):
+            write(model, trial)
             return
-        with self._files.directory(target) as path:
+        with files.directory(target) as path:
             written = os.fspath(path.parent)
-            with replaced(self._trainer, _get_output_dir=lambda trial: written):
-                self._save(model, trial)
-            best = self._best(folder, written)
+            with replaced(trainer, _get_output_dir=lambda trial: written):
+                write(model, trial)
+            best = _best(trainer, folder, written)
             if best != state.best_model_checkpoint:
                 state.best_model_checkpoint = best
-                if self._trainer.args.should_save:
+                if trainer.args.should_save:
                     state.save_to_json(os.path.join(path, TRAINER_STATE_NAME))
-        if self._trainer.args.should_save:
-            self._files.when_moved(lambda: self._rotate(folder))
+        if trainer.args.should_save:
+            files.when_moved(lambda: _rotate(trainer, folder))
 
-    def _best(self, folder: str, written: str) -> str | None:
-        """Find the best checkpoint. The Trainer saw no older one in the folder in memory where it just wrote."""
-        state, best = self._trainer.state, self._trainer.state.best_model_checkpoint
-        if best is not None and os.path.dirname(best) == written:
-            return os.path.join(folder, os.path.basename(best))
-        older = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-        is_kept = state.best_global_step and self._trainer.args.save_strategy.value != "no" and os.path.isdir(older)
-        return older if is_kept else best
+    def output_dir(trial: Any) -> str:
+        files.finish()
+        return str(directory(trial))
 
-    def output_dir(self, trial: Any) -> str:
-        """Wait until all checkpoints have arrived, and give their folder. Not collective."""
-        self._files.finish()
-        return self._directory(trial)
+    def load_best_model() -> None:
+        files.finish()
+        load_best()
 
-    def load_best(self) -> None:
-        """Wait until all checkpoints have arrived, and load the best model. Not collective."""
-        self._files.finish()
-        self._load_best()
+    files.replaced.enter_context(replaced(
+        trainer, _save_checkpoint=save, _get_output_dir=output_dir, _load_best_model=load_best_model,
+    ))  # fmt: skip
+    return files
 
-    def close(self) -> None:
-        """Close without waiting. The rest is still moved in the background. Not collective."""
-        self._files.close()
 
-    def _rotate(self, folder: str) -> None:
-        """Delete older checkpoints, as the Trainer does after each save, now that the newest has arrived."""
-        if hasattr(module, "rotate_checkpoints"):
-            module.rotate_checkpoints(output_dir=folder, save_total_limit=self._trainer.args.save_total_limit,
-                                      best_model_checkpoint=self._trainer.state.best_model_checkpoint,
-                                      use_mtime=True)  # fmt: skip
-        else:  # older versions have a method
-            self._trainer._rotate_checkpoints(use_mtime=True, output_dir=folder)
+def _best(trainer: Any, folder: str, written: str) -> str | None:
+    """Find the best checkpoint. The Trainer saw no older one in the folder in memory where it just wrote."""
+    state, best = trainer.state, trainer.state.best_model_checkpoint
+    if best is not None and os.path.dirname(best) == written:
+        return os.path.join(folder, os.path.basename(best))
+    older = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+    is_kept = state.best_global_step and trainer.args.save_strategy.value != "no" and os.path.isdir(older)
+    return older if is_kept else best
+
+
+def _rotate(trainer: Any, folder: str) -> None:
+    """Delete older checkpoints, as the Trainer does after each save, now that the newest has arrived."""
+    if hasattr(module, "rotate_checkpoints"):
+        module.rotate_checkpoints(output_dir=folder, save_total_limit=trainer.args.save_total_limit,
+                                  best_model_checkpoint=trainer.state.best_model_checkpoint,
+                                  use_mtime=True)  # fmt: skip
+    else:  # older versions have a method
+        trainer._rotate_checkpoints(use_mtime=True, output_dir=folder)
 
 
 # Choose the checkpoint that a training starts from: the newest of memory, the directory and the Trainer's own.
@@ -355,7 +329,6 @@ def start_from(checkpointer: Checkpointer, output_dir: str, whole: str) -> Found
     Collective over all ranks.
 
     Args:
-        checkpointer: an open Checkpointer.
         output_dir: the Trainer's folder.
         whole: pattern of a file that a checkpoint of the Trainer has if it contains an optimizer.
 
@@ -367,12 +340,11 @@ def start_from(checkpointer: Checkpointer, output_dir: str, whole: str) -> Found
         Unrestorable: mlflash has checkpoints, but none can be loaded, and the Trainer has written none.
     """
     disk, is_empty = checkpointer.adapting.seen_by_first(lambda: _look(Path(output_dir), whole))
-    step = checkpointer.adapting.newest_step(disk.path)
-    found = None if step is None else _in_memory(checkpointer, step)
-    if found is not None and not disk.is_newer(found.step):
-        return found
+    step = newest_in_memory(checkpointer, disk)
+    if step is not None:
+        return _in_memory(checkpointer, step)
     if disk.path is not None:
-        log.info("starting from %s: mlflash has %s", disk.path, "nothing" if found is None else f"step {found.step}")
+        log.info("starting from %s: mlflash has nothing newer", disk.path)
         return str(disk.path)
     return None if is_empty else True
 

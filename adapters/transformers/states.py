@@ -36,17 +36,11 @@ _SUMS = ("_tr_loss", "_globalstep_last_logged", "current_flos")
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A checkpoint of mlflash.
-
-    Attributes:
-        step: its step.
-        text: its trainer_state.json.
-        names: names of its tensors.
-    """
+    """A checkpoint of mlflash."""
 
     step: int
-    text: str
-    names: frozenset[str]
+    text: str  # its trainer_state.json
+    names: frozenset[str]  # of its tensors
 
 
 class OfRank:
@@ -161,13 +155,12 @@ class State:
     def state_dict(self) -> dict[str, Any]:
         """Give the live state; no tensor is copied. Not collective."""
         trainer = self._trainer
-        return {
-            "model": trainer.model.state_dict(),
-            "optimizer": trainer.optimizer.state_dict(),
-            "scheduler": trainer.lr_scheduler,
-            "scaler": getattr(trainer.accelerator, "scaler", None),
-            **self._besides(),
-        }
+        return {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict(), **self._stepped(),
+                **self._besides()}  # fmt: skip
+
+    def _stepped(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {"scheduler": trainer.lr_scheduler, "scaler": getattr(trainer.accelerator, "scaler", None)}
 
     def _besides(self) -> dict[str, Any]:
         return {"trainer": _text(self._trainer), "rank": self.of_rank}
@@ -188,20 +181,14 @@ class State:
         )
 
     def _load(self, checkpointer: Checkpointer, step: int, names: Collection[str]) -> None:
-        """Load a step into the trainer when it has a model, an optimizer and a schedule. Collective over all ranks."""
+        """Load a step once the trainer has a model, an optimizer and a schedule. Collective over all ranks."""
         trainer, together = self._trainer, checkpointer.adapting.load_together
         optimizer, is_sharded = trainer.optimizer, self._is_sharded
         # A new optimizer has no tensors yet. If they are sharded, they must exist to say which shard to load.
         model, values = together(step, lambda: (
             trainer.model.state_dict(), _with_state(optimizer, names) if is_sharded else None), anew=True)  # fmt: skip
-        state = {
-            "model": model,
-            "optimizer": values if is_sharded else optimizer,
-            "scheduler": trainer.lr_scheduler,
-            "scaler": getattr(trainer.accelerator, "scaler", None),
-            "trainer": "",
-            "rank": self.of_rank,
-        }
+        state = {"model": model, "optimizer": values if is_sharded else optimizer, **self._stepped(), "trainer": "",
+                 "rank": self.of_rank}  # fmt: skip
         checkpointer.restore(state, step)
 
         def put() -> None:

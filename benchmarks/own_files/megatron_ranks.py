@@ -26,16 +26,16 @@ def measure(rounds: Rounds, iteration: int, model: Any, optimizer: Any, schedule
 
     args = get_args()
     easy.initialize_easyckpt(1000, 1, 0, in_background=True, job="own-files", comm=rounds.comm)
-    assert easy._running is not None and easy._running.files is not None
-    files = easy._running.files
+    running = easy._running
+    assert running is not None and running.files is not None
 
     def save(folder: Path, asynchronous: bool = False) -> None:
         args.save, args.async_save = str(folder), asynchronous
         persistent.save(iteration, model, optimizer, scheduler)
 
     def in_background(folder: Path) -> None:
-        files._directory = str(folder)
-        files.save(iteration, functools.partial(save, folder))
+        args.save = str(folder)
+        easy.save_to_directory(iteration, running, functools.partial(save, folder))
 
     def state() -> dict[str, Any]:
         own = {name: value for name, value in model[0].state_dict().items() if value is not None}
@@ -43,7 +43,7 @@ def measure(rounds: Rounds, iteration: int, model: Any, optimizer: Any, schedule
 
     rounds.measure("Megatron's pretrain, torch_dist", {
         ITSELF: Way(save),
-        OURS: Way(in_background, files.files.finish),
+        OURS: Way(in_background, running.files.finish),
         ASYNC: Way(lambda folder: save(folder, True),
                             lambda: async_utils.maybe_finalize_async_save(blocking=True)),
         DCP: dcp_way(state),

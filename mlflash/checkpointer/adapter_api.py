@@ -31,13 +31,14 @@ T = TypeVar("T")
 
 
 class OwnFiles:
-    """The own checkpoints of one training. Close it."""
+    """A framework's own checkpoints of one training: it writes them to memory, and they are moved to disk. Close it."""
 
     def __init__(self, files: BackgroundFiles, ranks: Ranks, strict: bool):
         self._files, self._ranks, self._strict = files, ranks, strict
         self._later: list[Callable[[], None]] = []
         self._coming: set[str] = set()  # on their way to disk; `_going`: to be deleted after that
         self._going: set[str] = set()
+        self.replaced = contextlib.ExitStack()  # gives back the methods of the framework that an adapter has replaced
 
     def begin(self, target: str) -> bool:
         """Whether all ranks can write the next checkpoint to memory; otherwise the framework writes it to disk itself.
@@ -100,11 +101,14 @@ class OwnFiles:
         self._later.append(do)
 
     def finish(self) -> None:
+        """Wait until everything that was written is on disk, and run what was postponed until then. Not collective."""
         self._files.wait()
         self._is_well()
         self._do_later()
 
     def close(self) -> None:
+        """Close without waiting: the rest is still moved in the background. Not collective."""
+        self.replaced.close()
         self._files.close()
 
     def _is_well(self) -> bool:

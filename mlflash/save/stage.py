@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 import sys
 import threading
@@ -42,6 +43,8 @@ from ..state.leaves import (
 )
 from .deferred_copies import LARGE_NBYTES, DeferredCopies, DeviceCopies, SampledBytes, Work
 from .until import LazySaves, Until
+
+log = logging.getLogger("mlflash")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -453,8 +456,8 @@ def copy_to_host(flat: Flat, slots: float, memory: str, local_size: int, copy_th
     room = np.empty(nbytes, dtype=np.uint8)
     values = [from_bytes(entry, room[entry.start : entry.start + entry.nbytes]) for entry in layout.entries]
     ties = flat.structure.ties
-    targets = [value if tie < 0 else None for value, tie in zip(values, ties, strict=True)]
-    copy_plan = CopyPlan(layout, [], targets, copy_threads, timeout_s=0.0)  # no leaf is on a device
+    copy_plan = CopyPlan(layout, [], [value if tie < 0 else None for value, tie in zip(values, ties, strict=True)],
+                   copy_threads, timeout_s=0.0)  # no leaf is on a device  # fmt: skip
     copy_plan.sort_leaves(flat, frozenset())
     copy_plan.copy(flat.values)
     return Flat(flat.structure, values, flat.plain, flat.wholes)

@@ -1,4 +1,4 @@
-"""Adapters to real frameworks, on every rank of a real mpiexec: `make adapters`."""
+"""Adapters to real frameworks, on four ranks of a real mpiexec, unless a test says how many: `make adapters`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,20 @@ from ranks import comm, configure, couriers, nodes, root, small_blocks, tmp_path
 from mlflash import crash_points
 
 __all__ = ["comm", "couriers", "nodes", "root", "small_blocks", "tmp_path"]
+QUIET = ("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")  # of torch and Megatron
 
 
 def pytest_configure(config: pytest.Config) -> None:
     configure(config)
+
+
+@pytest.hookimpl(tryfirst=True)  # before the plugin that looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings(*QUIET))
+            if item.get_closest_marker("mpi") is None:
+                item.add_marker(pytest.mark.mpi(min_size=4))
 
 
 @pytest.fixture

@@ -29,10 +29,6 @@ SEED = int(os.environ.get("MLFLASH_TEST_SEED") or 1)
 WHOLE = ("line", "grid")  # meshes of all ranks
 DIMENSIONS = {"line": 1, "grid": 2, "rows": 1, "columns": 1, "pair": 1, "last": 1}
 
-pytestmark = [
-    pytest.mark.mpi(min_size=4),
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),  # torch's
-]
 
 _SPLITS = st.sampled_from([None, 0, 1])
 _TENSORS = st.tuples(

@@ -29,11 +29,6 @@ from mlflash.adapters import fsdp
 
 RANK, SIZE = COMM.rank, COMM.size
 
-pytestmark = [
-    pytest.mark.mpi(min_size=4),
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),  # torch's
-]
-
 
 def saved_local(root: Path, make: Any, replicas: int, shards: int, steps: int = 3) -> list[float]:
     """Train, save the local state at a step under an id for each shard; returns the losses after it."""

@@ -24,11 +24,6 @@ from mlflash.adapters import fsdp
 RANK = COMM.rank
 SAVE_DIR = "/opt/ml/checkpoints"
 
-pytestmark = [
-    pytest.mark.mpi(min_size=4),
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),  # torch's
-]
-
 
 @contextlib.contextmanager
 def sharded(run: Run) -> Iterator[None]:

@@ -23,7 +23,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gradient_faults
 import holds
 import in_couriers
 import numpy as np
@@ -50,7 +49,6 @@ ROWS = {
     "NaN in one value of one rank": "named",
     "stuck bit that makes values NaN, infinite or a leap": "named",
     "one replica of three: any bit": "named",
-    "gradient of one rank in a replayed step: any bit": "named",
     "a bit on the wire": "refused",
     "a bit in a slot or a copy at rest": "repaired",
     "a bit in a drained file": "passed over",
@@ -293,11 +291,6 @@ def run(row: str, trial: Callable[[bool], Trial], rng: random.Random) -> dict[st
             return in_values(trial(False), draw_until(rng, (*WEIGHTS, *MOMENTS), True, stuck=True), stuck=True)
         case "one replica of three":
             return in_replica(trial(True), draw(rng, (*WEIGHTS, *MOMENTS)))
-        case "gradient of one rank in a replayed step":
-            name = rng.choice(list(gradient_faults.SIZES))
-            where = rng.randrange(SIZE), rng.randint(2, STEPS - 2), name
-            fault = Fault(*where, rng.randrange(gradient_faults.SIZES[name]), rng.randrange(32))
-            return gradient_faults.found(trial(False).options, fault)
         case "a bit on the wire":
             return on_the_wire(trial(False), draw(rng, WEIGHTS), rng)
         case "a bit in a slot or a copy at rest":

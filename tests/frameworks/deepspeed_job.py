@@ -36,13 +36,8 @@ def engine_of(stage: int = 1, batches: int = 1, **config: Any) -> Any:
     model = torch.nn.Sequential(torch.nn.Linear(16, 2048), torch.nn.Dropout(0.1), torch.nn.Linear(2048, 8))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": batches,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-        **config,
-    }
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": batches,
+              "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True, **config}  # fmt: skip
     engine = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
     torch.manual_seed(100 + torch.distributed.get_rank())
     return engine

@@ -36,55 +36,31 @@ from mlflash.launch.launcher_variables import launched
 
 @dataclasses.dataclass
 class Run:
-    """One training.
+    """One training."""
 
-    Attributes:
-        name: of what it notes.
-        last: step after which it ends.
-        job: ties it to the trainings before it: to their memory, and to what they wrote to disk.
-        every, skip: a checkpoint in memory every so many steps, but not every so many; `skip` None: no such.
-        trigger: of the framework's own saves to disk; "": see `disk`. What mlflash says is noted then.
-        follows: whether the adapter is told no interval, and so saves when the framework does; else it is told `every`.
-        dies_at: all ranks are killed in this step, once what memory was given is committed; 0: none.
-        disk: the framework writes a checkpoint of its own to disk every so many steps; 0: never.
-        kept: so many of those stay there; 0: all.
-        enabled: whether mlflash is, by the argument of the adapter.
-        switched_off: whether the environment turns it off, whatever the argument says.
-        variant: of the framework: how it is parallel.
-        refused: the save of this step fails on rank 1.
-        wiped: its memory is deleted before it starts.
-        damaged: this step is damaged in its memory before it starts, in slots and copies; 0: none.
-        spoilt: a method that raises on rank 1 in this training, by its full name; what becomes of it is noted.
-        torn: these files that the framework has written are cut before it starts, by a pattern; `torn_to`: to so much.
-        late: what a save leaves to be copied is copied as late as it may: the rest of it by the step that changes it.
-        traps: into which ranks step in it, see `traps`.
-        settings: of the Checkpointer.
-        options: of the framework's own checkpoints.
-    """
-
-    name: str
-    last: int
-    job: str = ""
-    every: int = 2
-    skip: int | None = None
-    disk: int = 0
-    kept: int = 0
-    enabled: bool = True
-    switched_off: bool = False
-    variant: str = ""
-    refused: int = 0
-    wiped: bool = False
-    damaged: int = 0
-    spoilt: str = ""
-    torn: str = ""
-    torn_to: float = 0.5
-    late: bool = False
-    traps: list[dict[str, object]] = dataclasses.field(default_factory=list)
-    trigger: str = ""
-    follows: bool = False
-    dies_at: int = 0
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    name: str  # of what it notes
+    last: int  # step after which it ends
+    job: str = ""  # ties it to the trainings before it: to their memory, and to what they wrote to disk
+    every: int = 2  # a checkpoint in memory every so many steps,
+    skip: int | None = None  # but not every so many; None: no such
+    disk: int = 0  # the framework writes a checkpoint of its own to disk every so many steps; 0: never
+    kept: int = 0  # so many of those stay there; 0: all
+    enabled: bool = True  # whether mlflash is, by the argument of the adapter
+    switched_off: bool = False  # whether the environment turns it off, whatever the argument says
+    variant: str = ""  # of the framework: how it is parallel
+    refused: int = 0  # the save of this step fails on rank 1
+    wiped: bool = False  # its memory is deleted before it starts
+    damaged: int = 0  # this step is damaged in its memory before it starts, in slots and copies; 0: none
+    spoilt: str = ""  # a method that raises on rank 1 in this training, by its full name; what becomes of it is noted
+    torn: str = ""  # files that the framework has written are cut before it starts, by this pattern,
+    torn_to: float = 0.5  # to so much
+    late: bool = False  # what a save leaves to be copied is copied as late as may be: by the step that changes it
+    traps: list[dict[str, object]] = dataclasses.field(default_factory=list)  # into which ranks step in it, see `traps`
+    trigger: str = ""  # of the framework's own saves to disk; "": see `disk`. What mlflash says is noted then
+    follows: bool = False  # whether the adapter is told no interval, and so saves when the framework does
+    dies_at: int = 0  # all ranks are killed in this step, once what memory was given is committed; 0: none
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the Checkpointer
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the framework's own checkpoints
     losses: int = 0  # noted so far
     checkpointer: Callable[[], Any] = lambda: None  # the open one, where the run dies
 

@@ -106,14 +106,8 @@ def recipe_of(folder: str, last: int) -> Any:
 def train(run: str, folder: str, last: int, every: int = 0, saves: int = 2, die: int = 0, **settings: Any) -> None:
     """Train to a step, from the newest checkpoint there is.
 
-    Args:
-        run: name of it.
-        folder: of its checkpoints.
-        last: the step after which it ends.
-        every: a checkpoint in memory every so many steps; 0: mlflash has no part in it.
-        saves: NeMo writes one every so many steps.
-        die: all ranks are killed after this step.
-        settings: of the wrap.
+    A checkpoint goes to memory every so many steps (0: mlflash has no part in it), and NeMo itself writes one each
+    `saves` steps. All ranks are killed after step `die`. The settings are those of the wrap.
     """
     recipe = recipe_of(folder, last)
     recipe.log.ckpt.every_n_train_steps = saves

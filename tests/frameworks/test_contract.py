@@ -52,6 +52,10 @@ def losses(result: Result, name: str) -> Losses:
     return found
 
 
+def steps(result: Result, name: str) -> list[int]:
+    return sorted({step for _, step in losses(result, name)})
+
+
 def digests(result: Result, name: str) -> list[str]:
     return [record["digest"] for record in result.of("end") if record["run"] == name]
 

@@ -19,22 +19,14 @@ DOCS = HERE.parents[1] / "docs"
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """How a page's script is started, and what is said then.
+    """How a page's script is started, and what is said then."""
 
-    Attributes:
-        restored: by the framework, or mlflash, of a start from memory.
-        begins: by each rank, of the step it begins after, plus `ahead`.
-        steps: after which the two runs end; the first one's last is in memory.
-        before: what stands in for a GPU, where the framework wants one: started with the script as its argument.
-        arguments: before the last step.
-    """
-
-    restored: str
-    begins: str = "begins after step {}"
-    ahead: int = 0
-    steps: tuple[int, int] = (20, 25)
-    before: tuple[str, ...] = ()
-    arguments: str = ""
+    restored: str  # by the framework, or mlflash, of a start from memory
+    begins: str = "begins after step {}"  # by each rank, of the step it begins after,
+    ahead: int = 0  # plus this
+    steps: tuple[int, int] = (20, 25)  # after which the two runs end; the first one's last is in memory
+    before: tuple[str, ...] = ()  # what stands in for a GPU: started with the script as its argument
+    arguments: str = ""  # before the last step
 
     def start(self, script: Path, last: int, memory: Path) -> str:
         """Run it on two ranks, to a step."""

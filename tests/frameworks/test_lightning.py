@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks.test_contract import digests, losses, order, run
+from frameworks.test_contract import digests, losses, order, run, steps
 from harness import Cluster
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
@@ -27,7 +27,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_bits(shm: Path, variant: 
     result = run(cluster, "lightning", *runs, ranks=after)
     assert not losses(result, "loaded"), result.log  # all four steps are done
     assert set(digests(result, "loaded")) == set(digests(saved, "saved")) != set()
-    assert {step for _, step in losses(result, "goes on")} == {5, 6}, result.log
+    assert steps(result, "goes on") == [5, 6], result.log
 
 
 def test_paths_signals_a_second_fit_and_saves_that_wait(shm: Path) -> None:
@@ -49,8 +49,7 @@ def test_paths_signals_a_second_fit_and_saves_that_wait(shm: Path) -> None:
         {"name": "goes along", "job": "along", "last": 5, **slow},
     )  # fmt: skip
     assert len(result.of("done")) == 13 * 2, result.log
-    first = {name: sorted({step for _, step in losses(result, name)}) for name in
-             ("older", "stopped", "after signal", "one more")}  # fmt: skip
+    first = {name: steps(result, name) for name in ("older", "stopped", "after signal", "one more")}
     assert first == {"older": [3, 4, 5], "stopped": [1, 2, 3], "after signal": [4], "one more": [1, 2, 3, 4, 5]}
     assert digests(result, "older") == digests(result, "saves")
     assert digests(result, "after tie") == digests(result, "saves")  # from memory, which has random numbers
@@ -77,8 +76,7 @@ def test_a_torn_checkpoint_on_disk_stops_no_start(shm: Path) -> None:
         {"name": "from disk", "last": 4, "torn": "last.ckpt", "torn_to": 0.0, **older},
     )  # fmt: skip
     assert len(result.of("done")) == 6 * 2, result.log
-    first = {name: sorted({step for _, step in losses(result, name)}) for name in
-             ("one before", "from memory", "from disk")}  # fmt: skip
+    first = {name: steps(result, name) for name in ("one before", "from memory", "from disk")}
     assert first == {"one before": [5, 6], "from memory": [5], "from disk": [4]}, result.log
     assert "disk-disk/last.ckpt cannot be read, so mlflash looks for another checkpoint" in result.log
 
@@ -102,7 +100,7 @@ def test_what_callbacks_change_is_copied_before_or_the_save_fails_and_later_ones
     assert len(result.of("done")) == 9 * 2, result.log
     assert digests(result, "after end") == digests(result, "plain") != digests(result, "end")
     for name in ("epoch", "batch"):  # from step 4, which is an epoch's last
-        assert {step for _, step in losses(result, f"after {name}")} == {5, 6}, result.log
+        assert steps(result, f"after {name}") == [5, 6], result.log
         assert digests(result, f"after {name}") == digests(result, f"no {name}")
     eager = [record["run"] for record in result.of("said") if "than an optimizer's step changed" in record["text"]]
     assert eager == ["batch"]
@@ -160,4 +158,4 @@ def test_lightning_resumes_from_what_came_to_its_place_though_all_were_killed(sh
     until(lambda: listing(folder).get("last.ckpt") == name, lambda: f"a link to {name} in {listing(folder)}")
     assert content(folder / name) == content(shm / "disk-whole" / name), killed.log
     again = run(cluster, "lightning", {"name": "run", "job": "run", "enabled": False, **common})
-    assert {step for _, step in losses(again, "run")} == {5, 6}, again.log
+    assert steps(again, "run") == [5, 6], again.log

@@ -7,16 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from frameworks.test_contract import UID, digests, losses, order, run
+from frameworks.test_contract import UID, digests, losses, order, run, steps
 from harness import Cluster, Result
 
 
 def slots_of(shm: Path, job: str) -> list[Path]:
     return list(shm.glob(f"node*/mlflash-{UID}/{job}/slot-*"))
-
-
-def steps(result: Result, name: str) -> list[int]:
-    return sorted({step for _, step in losses(result, name)})
 
 
 def refused(result: Result, name: str) -> set[str]:

@@ -77,12 +77,7 @@ VOCABULARY, LENGTH = 2048, 16
 
 
 class Tokens(IterableDataset):
-    """Sequences of tokens, of each data-parallel rank its own; may be set to where it was.
-
-    Args:
-        rank: data-parallel rank.
-        draws: whether the tokens are drawn from the global random numbers, instead of being the same each time.
-    """
+    """Sequences of tokens, the same for a data-parallel rank each time, or drawn from the global random numbers."""
 
     def __init__(self, rank: int, draws: bool):
         self.rank, self.draws, self.at = rank, draws, 0
@@ -133,14 +128,7 @@ class NoTokenizer(BaseTokenizer):
 
 
 def config(folder: str, checkpoint: Any, steps: int = 100, **data: Any) -> Trainer.Config:
-    """The debug model of TorchTitan's Llama 3, with one layer, on CPUs.
-
-    Args:
-        folder: of what it writes.
-        checkpoint: config of the checkpointer.
-        steps: that the schedule is for.
-        data: of the data loader.
-    """
+    """The debug model of TorchTitan's Llama 3, with one layer, on CPUs; its schedule is for so many steps."""
     spec = model_registry("debugmodel")
     del spec.model.layers[1:]
     return Trainer.Config(
@@ -154,13 +142,7 @@ def config(folder: str, checkpoint: Any, steps: int = 100, **data: Any) -> Train
 
 
 class Training(Trainer):
-    """TorchTitan's Trainer, which may stop before the schedule's end and says what each loss was.
-
-    Args:
-        config: of the training.
-        last: step after which it ends, as if it had been stopped there.
-        say: called with each step and its loss.
-    """
+    """TorchTitan's Trainer, which ends after `last` as if it had been stopped there, and says each step's loss."""
 
     def __init__(self, config: Trainer.Config, last: int, say: Callable[[int, float], None]):
         super().__init__(config)

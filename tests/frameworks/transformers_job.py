@@ -152,17 +152,13 @@ TRIGGERS: dict[str, dict[str, Any]] = {
     "epoch ends early": {"save_strategy": "epoch"},
     "best": {"save_strategy": "best", "eval_steps": 1, **BEST},
     "best at end": {"save_strategy": "steps", "save_steps": 2, "eval_steps": 2, "load_best_model_at_end": True, **BEST},
-    "best of epochs": {
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "eval_strategy": "epoch",
-        "metric_for_best_model": "loss",
-    },
+    "best of epochs": {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "epoch",
+                       "metric_for_best_model": "loss"},
     "model only": {"save_strategy": "steps", "save_steps": 2, "save_only_model": True},
     "callback": {"save_strategy": "no"},
     "no": {"save_strategy": "no"},
     "ends": {},
-}
+}  # fmt: skip
 
 
 def make_trainer(run: Run, callbacks: list[Any] | None = None, **arguments: Any) -> NotingTrainer:

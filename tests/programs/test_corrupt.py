@@ -25,7 +25,7 @@ def test_each_class_of_faults_is_caught_before_its_step_is_certified_and_named(t
                           env=environment)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())
-    assert len(rows) == 10
+    assert len(rows) == 9
     unseen = [row for row, count in rows.items() if not count.get("caught")]
     assert unseen == ["weight or moment of one shard: any other bit"], "which no check can see, and it is said so"
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +20,6 @@ from mlflash import Checkpointer
 from mlflash.adapters.dcp import MemoryReader, MemoryWriter
 
 THREAD, PROCESS = dcp.state_dict_saver.AsyncCheckpointerType.THREAD, dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
-QUIET = ("ignore::UserWarning", "ignore::FutureWarning")  # of torch, which warns of how it uses itself
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            for text in QUIET:
-                item.add_marker(pytest.mark.filterwarnings(text))
 
 
 @pytest.fixture(autouse=True)

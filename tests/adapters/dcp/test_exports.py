@@ -25,7 +25,6 @@ from torch_jobs import job
 from .test_reshard import SPECS
 
 COMM = MPI.COMM_WORLD
-pytestmark = [pytest.mark.mpi(min_size=4)]
 
 WHOLE = torch.arange(200.0).reshape(10, 20) * 1.25
 TIED = torch.arange(12.0).reshape(3, 4)

@@ -14,8 +14,6 @@ from torch.distributed.checkpoint import CheckpointException
 
 from mlflash.adapters.dcp import latest
 
-pytestmark = [pytest.mark.mpi(min_size=4)]
-
 
 @pytest.mark.parametrize("how", ["sync", "thread", "process"])
 def test_the_newest_id_can_be_saved_again(dcp_job: Any, how: str) -> None:

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from mlflash import errors
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-pytestmark = [pytest.mark.mpi(min_size=4)]
 
 
 class Training:

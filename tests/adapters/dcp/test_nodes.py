@@ -21,7 +21,6 @@ from mlflash.adapters.dcp import latest
 from mlflash.errors import Unrestorable
 
 SIZE = MPI.COMM_WORLD.size
-pytestmark = [pytest.mark.mpi(min_size=4)]
 
 
 def state_of(seed: int, mesh: Any, *placements: Any) -> dict[str, Any]:

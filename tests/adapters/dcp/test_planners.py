@@ -16,8 +16,6 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from mlflash.adapters.dcp import SafeLoadPlanner
 
-pytestmark = [pytest.mark.mpi(min_size=4)]
-
 
 @pytest.fixture
 def no_plans() -> Iterator[None]:

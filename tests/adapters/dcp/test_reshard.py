@@ -18,7 +18,6 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch_jobs import job
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-pytestmark = [pytest.mark.mpi(min_size=4)]
 
 ROWS, COLUMNS, WHOLE = Shard(0), Shard(1), Replicate()
 

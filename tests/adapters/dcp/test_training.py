@@ -14,8 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-pytestmark = [pytest.mark.mpi(min_size=4)]
-
 
 def ddp(seed: int) -> Run:
     torch.manual_seed(seed)

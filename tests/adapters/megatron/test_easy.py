@@ -14,11 +14,6 @@ from torch_jobs import job
 
 from mlflash.errors import ConfigError, StructureMismatch
 
-pytestmark = [
-    pytest.mark.mpi(min_size=4),
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),  # its own
-]
-
 
 class Scheduler:
     def __init__(self) -> None:

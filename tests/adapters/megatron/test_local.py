@@ -18,7 +18,6 @@ from mlflash.adapters.megatron.request import wait_for
 from mlflash.errors import Unrestorable
 
 RANK, SIZE = COMM.rank, COMM.size
-pytestmark = [pytest.mark.mpi(min_size=4)]
 allow(Aware, Hole, Quantized)
 
 
@@ -39,6 +38,17 @@ def check(loaded: Any, seed: int, rank: int = RANK) -> None:
     one, other = theirs["model"]["mxfp8"], mine["model"]["mxfp8"]
     assert type(one) is Quantized and torch.equal(one._raw, other._raw)
     assert torch.equal(one._scale.view(torch.uint8), other._scale.view(torch.uint8))
+
+
+def save(manager: LocalCheckpoints, *iterations: int) -> None:
+    for iteration in iterations:
+        manager.save(Aware(state_of(iteration)), iteration)
+
+
+def goes_on(manager: LocalCheckpoints, iteration: int) -> None:
+    """Assert that this iteration is the newest and comes back."""
+    assert manager.find_latest() == iteration
+    check(manager.load()[0], iteration)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -65,9 +75,8 @@ def test_what_was_saved_is_loaded_again_and_again_also_by_a_relaunch(start: Any,
         with pytest.raises(CheckpointingException, match="Invalid iteration"):
             manager.save(Aware(state_of(4)), -1)
     with job(), start() as manager:
-        assert manager.find_latest() == 5
-        check(manager.load()[0], 5)
-        manager.save(Aware(state_of(6)), 6)
+        goes_on(manager, 5)
+        save(manager, 6)
         assert manager.find_latest() == 6
 
 
@@ -82,8 +91,7 @@ def test_at_the_end_a_line_says_what_is_in_memory_only(
         (root / "save" / "latest_checkpointed_iteration.txt").write_text(on_disk)
     with job(), start() as manager:
         manager.persistent_save = root / "save"
-        for iteration in (3, 5):
-            manager.save(Aware(state_of(iteration)), iteration)
+        save(manager, 3, 5)
     lines = [one.getMessage() for one in caplog.records if "in memory only" in one.getMessage()]
     assert len(lines) == (1 if said and RANK == 0 else 0)
     assert all("iteration 5 is in memory only" in line and said in line for line in lines)
@@ -93,17 +101,16 @@ def test_at_the_end_a_line_says_what_is_in_memory_only(
 def test_a_lost_node_is_made_up_for_and_its_redundancy_made_whole(start: Any, nodes: Nodes, strategy: Any) -> None:
     per_node = on_node(nodes.root, 1 if strategy == "xor:3" else 2)
     with job(), start(strategy, **per_node) as manager:
-        manager.save(Aware(state_of(3)), 3)
+        save(manager, 3)
     for lost in (0, 1):  # the second loss is survived only because the first load has reprotected
         nodes.lose(lost)
         with job(), start(strategy, **per_node) as manager:
-            assert manager.find_latest() == 3
-            check(manager.load()[0], 3)
+            goes_on(manager, 3)
 
 
 def test_without_replication_a_lost_node_is_a_lost_checkpoint(start: Any, nodes: Nodes) -> None:
     with job(), start(None) as manager:
-        manager.save(Aware(state_of(3)), 3)
+        save(manager, 3)
     with job(), start(None) as manager:
         assert manager.find_latest() == 3
     nodes.lose(1)
@@ -112,7 +119,7 @@ def test_without_replication_a_lost_node_is_a_lost_checkpoint(start: Any, nodes:
         manager.find_latest()
     with job(), start(None, fresh=True) as manager:
         assert manager.find_latest() == -1
-        manager.save(Aware(state_of(4)), 4)
+        save(manager, 4)
         assert manager.find_latest() == 4
 
 
@@ -120,7 +127,7 @@ def test_where_training_can_go_on_from_something_else_a_lost_checkpoint_is_a_war
     start: Any, nodes: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with job(), start(None) as manager:
-        manager.save(Aware(state_of(3)), 3)
+        save(manager, 3)
     nodes.lose(1)
     with job(), start(None, instead="/lustre/run/iter_0000001") as manager:
         assert manager.find_latest() == -1
@@ -164,13 +171,11 @@ def test_a_manager_that_is_made_anew_takes_over_and_the_one_before_may_come_back
     first, second = (LocalCheckpoints("/local", "s", "copy", **options) for _ in range(2))
     with job():
         request = first.save(Aware(state_of(3)), 3, is_async)
-        assert second.find_latest() == 3
-        check(second.load()[0], 3)
+        goes_on(second, 3)
         if is_async:
             request.execute_sync()
-        second.save(Aware(state_of(5)), 5)
-        assert first.find_latest() == 5
-        check(first.load()[0], 5)
+        save(second, 5)
+        goes_on(first, 5)
         second.close()
         first.close()
     with job():
@@ -187,24 +192,22 @@ class Broken(Aware):
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_older_one_stays(start: Any, is_async: bool) -> None:
     with job(), start() as manager:
-        manager.save(Aware(state_of(3)), 3)
+        save(manager, 3)
         state = Broken(state_of(4)) if RANK == 1 else Aware(state_of(4))
         with pytest.raises(CheckpointingException, match="Failure during saving local checkpoint from iteration 4"):
             request = manager.save(state, 4, is_async)
             request.execute_sync()
-        assert not state.is_hollow and manager.find_latest() == 3
-        check(manager.load()[0], 3)
+        assert not state.is_hollow
+        goes_on(manager, 3)
         if RANK == 1:
             state.file.close()
-        manager.save(Aware(state_of(4)), 4, is_async=False)  # once more
-        assert manager.find_latest() == 4
-        check(manager.load()[0], 4)
+        save(manager, 4)  # once more
+        goes_on(manager, 4)
 
 
 def test_the_older_one_is_found_where_the_newer_is_damaged_beyond_repair(start: Any, nodes: Nodes) -> None:
     with job(), start() as manager:
-        for iteration in (3, 5):
-            manager.save(Aware(state_of(iteration)), iteration)
+        save(manager, 3, 5)
 
     def damage() -> None:
         for path, header in nodes.files(0) + nodes.files(1):
@@ -215,16 +218,14 @@ def test_the_older_one_is_found_where_the_newer_is_damaged_beyond_repair(start: 
 
     nodes.on_rank_0(damage)
     with job(), start() as manager:
-        assert manager.find_latest() == 3
-        check(manager.load()[0], 3)
-        manager.save(Aware(state_of(5)), 5)
-        check(manager.load()[0], 5) if manager.find_latest() == 5 else pytest.fail("5 is not there")
+        goes_on(manager, 3)
+        save(manager, 5)
+        goes_on(manager, 5)
 
 
 def test_an_iteration_that_one_rank_lacks_is_passed_over_and_can_be_saved_again(start: Any, nodes: Nodes) -> None:
     with job(), start(None) as manager:
-        for iteration in (3, 5):
-            manager.save(Aware(state_of(iteration)), iteration)
+        save(manager, 3, 5)
 
     def unseal() -> None:
         for path, header in nodes.files(0):
@@ -234,33 +235,27 @@ def test_an_iteration_that_one_rank_lacks_is_passed_over_and_can_be_saved_again(
 
     nodes.on_rank_0(unseal)
     with job(), start(None) as manager:
-        assert manager.find_latest() == 3
-        check(manager.load()[0], 3)
-        manager.save(Aware(state_of(5)), 5)
+        goes_on(manager, 3)
+        save(manager, 5)
         assert manager.find_latest() == 5
 
 
 def test_an_older_iteration_of_a_new_manager_does_not_win(start: Any) -> None:
     with job(), start() as manager:
-        for iteration in (3, 5):
-            manager.save(Aware(state_of(iteration)), iteration)
+        save(manager, 3, 5)
     with job(), start() as manager:  # which has not asked for the newest
-        manager.save(Aware(state_of(4)), 4)
-        assert manager.find_latest() == 5
-        check(manager.load()[0], 5)
+        save(manager, 4)
+        goes_on(manager, 5)
 
 
 def test_what_was_drained_is_loaded_where_memory_has_nothing_newer(start: Any, nodes: Nodes, root: Path) -> None:
     with job(), start(directory=root / "pfs", drain_every=1) as manager:
-        for iteration in (3, 5):
-            manager.save(Aware(state_of(iteration)), iteration)
+        save(manager, 3, 5)
     nodes.lose(0, 1)
     with job(), start(directory=root / "pfs") as manager:
-        assert manager.find_latest() == 5
-        check(manager.load()[0], 5)
-        manager.save(Aware(state_of(7)), 7)
-        assert manager.find_latest() == 7
-        check(manager.load()[0], 7)
+        goes_on(manager, 5)
+        save(manager, 7)
+        goes_on(manager, 7)
     with job(2) as comm:
         if comm is not None:
             with start(directory=root / "pfs", comm=comm, **on_node(nodes.root)) as manager:
@@ -271,8 +266,8 @@ def test_another_session_is_another_training(start: Any, options: dict[str, Any]
     names = {**options, "job": None}
     managers = [LocalCheckpoints("/local", session, "none", **names) for session in ("a", "b")]
     with job():
-        for number, manager in enumerate(managers):
-            manager.save(Aware(state_of(number + 1)), number + 1)
+        for iteration, manager in enumerate(managers, 1):
+            save(manager, iteration)
         assert [manager.find_latest() for manager in managers] == [1, 2]
         for manager in managers:
             manager.close()

@@ -20,11 +20,6 @@ from mlflash import Checkpointer
 from mlflash.adapters.megatron import LoadShards, LocalCheckpoints, SaveShards, padding, work_without_nvrx
 from mlflash.errors import StateError, StepNotFound, Unrestorable
 
-pytestmark = [
-    pytest.mark.mpi(min_size=4),
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),  # its own
-]
-
 
 def save(ckpt: Checkpointer, training: Training, then: int = 0) -> None:
     """Save the step of a training; until it is committed it trains on."""
