@@ -11,7 +11,6 @@ import click
 from click.shell_completion import CompletionItem
 
 from .errors import pip_install
-from .tools.output import outlive_readers
 from .version import __version__
 
 _COMMANDS = {
@@ -119,4 +118,3 @@ def main() -> None:
 
     `mlflash COMMAND --help` explains a command and shows an example.
     """
-    outlive_readers()

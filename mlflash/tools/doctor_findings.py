@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..text import listed, many, named, show_bytes, show_seconds
-from .output import answer
+from .output import print_answer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -187,7 +187,7 @@ class Diagnosis:
         }  # fmt: skip
 
     def print(self, as_json: bool) -> None:
-        answer(as_json, self.to_json(), self._print_lines)
+        print_answer(as_json, self.to_json(), self._print_lines)
 
     def _print_lines(self, console: Console) -> None:
         from rich.table import Table

@@ -10,32 +10,21 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from ..errors import CorruptSlot, MlflashError, UnsafePath
+from ..memory import slot
 from ..memory.inventory import Inventory, join, of_headers
 from ..memory.node_directory import NodeDirectory
 from ..memory.parity_layout import decode_heads
-from ..memory.slot import (
-    COMMIT_START,
-    HEADER_NBYTES,
-    MAGIC,
-    RECORD_NBYTES,
-    RESTORES_START,
-    VERDICT_START,
-    Header,
-    Kind,
-    Verdict,
-    read_record,
-    read_verdict,
-    table_check,
-    unpack,
-)
+from ..memory.slot import HEADER_NBYTES, MAGIC, Header, Kind, Verdict, read_record, unpack
 from ..mpi.world import World, gather
 from ..state.layout import CHECK_NBYTES, PAGE_NBYTES
 from ..state.manifest import Manifest, decode
+from .output import age_s
 
 _LOOKS, _NAP_S = 3, 0.05
 RUN_NBYTES = 8 << 20  # read at a time
@@ -53,6 +42,16 @@ class File:
     verdict: Verdict = Verdict.UNKNOWN  # what is known of its values
     damage: str = ""  # why it cannot be used, although it should hold something; "" if nothing is wrong
 
+    def to_json(self) -> dict[str, Any]:
+        header = self.header
+        contents = {} if header is None else {
+            "holds": header.kind.name.lower(), "step": header.step, "rank": header.rank, "ranks": header.world_size,
+            "generation": header.attempt.generation, "saved_on": header.node, "scheme": header.scheme,
+            "group": list(header.group), "committed": self.committed, "restores": self.restores,
+            "age_s": age_s(header.unix_ns),
+        }  # fmt: skip
+        return {"file": self.name, "nbytes": self.nbytes, "damage": self.damage or None, "holds": None} | contents
+
 
 @dataclasses.dataclass(frozen=True)
 class Node:
@@ -63,6 +62,11 @@ class Node:
     pid: int | None = None
     drain_asked: bool = False  # whether a drain was requested and no process has noticed it yet
     files: tuple[File, ...] = ()
+    error: str = ""  # why it cannot be looked at; "" if it can
+
+    def to_json(self) -> dict[str, Any]:
+        return {"node": self.name, "path": self.path, "pid": self.pid, "drain_asked": self.drain_asked,
+                "nbytes": self.nbytes, "files": [file.to_json() for file in self.files]}  # fmt: skip
 
     @property
     def sealed(self) -> list[tuple[File, Header]]:
@@ -76,6 +80,11 @@ class Node:
     def damaged(self) -> list[File]:
         return [file for file in self.files if file.damage]
 
+    @property
+    def newest(self) -> Header | None:
+        headers = [header for _, header in self.sealed]
+        return max(headers, key=lambda header: header.attempt.generation, default=None)
+
 
 def look_around(world: World, memory: str, job: str) -> list[Node]:
     """Look at the memory of all nodes of the world. Collective.
@@ -86,17 +95,16 @@ def look_around(world: World, memory: str, job: str) -> list[Node]:
     Raises:
         UnsafePath: on all ranks, if a directory is not private.
     """
-    own_nodes: list[Node] = []
+    own_node: Node | None = None
     error: MlflashError | None = None
-    if world.local_rank == 0:
-        try:
-            own_nodes = [look(memory, job, world.node_name)]
-        except MlflashError as problem:
-            problem.node = world.node_name
-            error = problem
-    all_nodes = gather(world, own_nodes)
+    try:
+        own_node = look(memory, job, world.node_name) if world.local_rank == 0 else None
+    except MlflashError as problem:
+        problem.node = world.node_name
+        error = problem
+    nodes = gather(world, own_node)
     world.raise_together(error)
-    return [node for nodes in all_nodes for node in nodes]
+    return [node for node in nodes if node is not None]
 
 
 def look(memory: str, job: str, name: str) -> Node:
@@ -106,7 +114,7 @@ def look(memory: str, job: str, name: str) -> Node:
     except FileNotFoundError:
         return Node(name)
     try:
-        files = [file for slot in held.slot_names() if (file := _look_at(held, slot)) is not None]
+        files = [file for path in held.slot_names() if (file := _look_at(held, path)) is not None]
         return Node(name, held.path, held.alive(), held.has_request(), tuple(files))
     finally:
         held.close()
@@ -123,10 +131,10 @@ def _look_at(held: NodeDirectory, name: str) -> File | None:
         except UnsafePath as error:
             return File(name, 0, damage=str(error))
         try:
-            page, nbytes = os.pread(fd, VERDICT_START + RECORD_NBYTES, 0), os.fstat(fd).st_size
+            page, nbytes = os.pread(fd, slot.VERDICT_START + slot.RECORD_NBYTES, 0), os.fstat(fd).st_size
         finally:
             os.close(fd)
-        file = _understand(name, page, nbytes)
+        file = _read_page(name, page, nbytes)
         if not file.damage or (again and page[:HEADER_NBYTES] == before):
             return file
         before = page[:HEADER_NBYTES]
@@ -134,7 +142,7 @@ def _look_at(held: NodeDirectory, name: str) -> File | None:
     return File(name, nbytes)  # it changes all the time
 
 
-def _understand(name: str, page: bytes, nbytes: int) -> File:
+def _read_page(name: str, page: bytes, nbytes: int) -> File:
     if page[: len(MAGIC)] != MAGIC:
         blank = not any(page[:HEADER_NBYTES])
         # A header that is being written or erased begins with zeros.
@@ -145,9 +153,9 @@ def _understand(name: str, page: bytes, nbytes: int) -> File:
         return File(name, nbytes, damage=error.message)
     if header.extents.nbytes > nbytes:
         return File(name, nbytes, damage=f"it has only {nbytes:,} of {header.extents.nbytes:,} bytes")
-    committed = read_record(page, COMMIT_START, header.attempt) is not None
-    restores, verdict = read_record(page, RESTORES_START, header.attempt) or 0, read_verdict(page, header.attempt)
-    return File(name, nbytes, header, committed, restores, verdict)
+    committed = read_record(page, slot.COMMIT_START, header.attempt) is not None
+    restores = read_record(page, slot.RESTORES_START, header.attempt) or 0
+    return File(name, nbytes, header, committed, restores, slot.read_verdict(page, header.attempt))
 
 
 def inventory_of(nodes: list[Node]) -> Inventory:
@@ -159,19 +167,15 @@ def inventory_of(nodes: list[Node]) -> Inventory:
     return join(parts or [of_headers([], 0)])
 
 
-# Read a sealed file of node memory without mapping it: its checksums, its manifest, its bytes. The job may rewrite
-# the file while it is read. It unseals a slot before the first byte changes. So if the header is the same before and
-# after, the bytes are those that were sealed.
-
-
 class Changed(Exception):
     """The file no longer holds what its header said, because the job writes it."""
 
 
 class Sealed(contextlib.AbstractContextManager["Sealed"]):
-    """A file of this node that is open for reading.
+    """A file of this node that is open for reading. Nothing of it is mapped, because the job may rewrite it meanwhile.
 
-    `memory.slot.Slot` maps its file and belongs to the job. This one reads what another process may rewrite.
+    The job unseals a slot before the first byte changes. So if the header is the same before and after, the bytes are
+    those that were sealed.
     """
 
     def __init__(self, memory: NodeDirectory, name: str, header: Header):
@@ -225,7 +229,7 @@ class Sealed(contextlib.AbstractContextManager["Sealed"]):
     def _verify(self, advance: Callable[[int], None]) -> None:
         extents = self.header.extents
         table = np.frombuffer(self.read(extents.table_start, extents.blocks * CHECK_NBYTES).tobytes(), dtype="<u8")
-        if table.size != extents.blocks or table_check(table) != self.header.table_check:
+        if table.size != extents.blocks or slot.table_check(table) != self.header.table_check:
             raise CorruptSlot("its block table is damaged")
         bad: list[int] = []
         many = max(1, RUN_NBYTES // extents.block_nbytes)

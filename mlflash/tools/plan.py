@@ -19,7 +19,7 @@ from ..placement.failure_domains import Domains, ask_slurm, expand_hosts, from_a
 from ..text import many, show_bytes, show_seconds, show_share
 from . import completion
 from .options import BYTES, SECONDS, certify_after_option, draining_option
-from .output import answer, new_table
+from .output import new_table, print_answer
 from .plan_schemes import Costs, Job, SchemeCosts, consider, daly, least, scheme_costs, young
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def plan(schemes: tuple[str, ...], losses: int, as_json: bool, report: str | Non
                                            "daly_s": daly(costs.stall_s, costs.mtbf_s)}  # fmt: skip
     document = {"job": dataclasses.asdict(job), "failures": failures, "schemes": [*map(dataclasses.asdict, compared)],
                 "least_memory": {loss: p.scheme for loss, p in least(compared).items()}, "notes": notes}  # fmt: skip
-    answer(as_json, document, lambda console: show(console, job, costs, compared, notes))
+    print_answer(as_json, document, lambda console: show(console, job, costs, compared, notes))
 
 
 def _job(given: dict[str, Any], measured: dict[str, Any]) -> tuple[Job, list[str]]:

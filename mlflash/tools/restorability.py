@@ -5,10 +5,12 @@ Pure: it works on the results of `node_memory`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ..commit.earlier_runs import Choice, choose
 from ..errors import ConfigError
@@ -16,7 +18,8 @@ from ..memory.inventory import NEWEST, Inventory, WantedStep
 from ..memory.slot import Attempt, Header, Kind, Verdict
 from ..placement.redundancy_scheme import Scheme, parse
 from ..text import listed
-from .node_memory import Node, inventory_of
+from .node_memory import File, Node, inventory_of
+from .output import age_s
 
 _PAIRS_OF = 64  # with more nodes, pairs are not tried
 _NAMED = 3
@@ -37,6 +40,14 @@ class Prospect:
     verdict: Verdict
     choice: Choice | None  # how to restore it. None: it cannot be restored
     missing: tuple[int, ...]  # the ranks that have no slot, whether or not parity can rebuild it
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step, "generation": self.attempt.generation, "run": self.attempt.run_id.hex(),
+            "ranks": self.world_size, "scheme": self.scheme, "age_s": age_s(self.unix_ns), "committed": self.committed,
+            "restorable": self.choice is not None, "restores": self.restores, "values": self.verdict.name.lower(),
+            "nbytes": self.nbytes, "missing_ranks": list(self.missing),
+        }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,27 +73,22 @@ class Restorability:
 
 def what_is_restorable(nodes: Sequence[Node], together: bool) -> Restorability:
     """Say what some nodes can restore. ``together``: according to the launcher, these are all nodes that are left."""
-    inventory = inventory_of(list(nodes))
-    headers: dict[Attempt, list[tuple[Header, bool, int, int]]] = {}
-    for node in nodes:
-        for file, header in node.sealed:
-            headers.setdefault(header.attempt, []).append((header, file.committed, file.restores, file.nbytes))
-    prospects = []
+    inventory, prospects = inventory_of(list(nodes)), []
+    sealed: dict[Attempt, list[tuple[File, Header]]] = {}
+    for file, header in (pair for node in nodes for pair in node.sealed):
+        sealed.setdefault(header.attempt, []).append((file, header))
     for attempt, step, world_size in inventory.attempts():
-        files = headers[attempt]
-        slots = {header.rank for header, *_ in files if header.kind is Kind.SLOT}
-        prospects.append(
-            Prospect(
-                attempt, step, world_size, recorded_scheme(header.scheme for header, *_ in files),
-                max(header.unix_ns for header, *_ in files), any(committed for _, committed, *_ in files),
-                max(restores for _, _, restores, _ in files), sum(nbytes for *_, nbytes in files),
-                inventory.of(attempt).verdict,
-                choose(inventory.of(attempt), (), WantedStep(step)), tuple(sorted(set(range(world_size)) - slots)),
-            )
-        )  # fmt: skip
-    seen = {node.name for node in nodes}
-    named = {header.node for files in headers.values() for header, *_ in files}
-    return Restorability(tuple(prospects), () if together else tuple(sorted(named - seen)))
+        files, headers = zip(*sealed[attempt], strict=True)
+        slots = {header.rank for header in headers if header.kind is Kind.SLOT}
+        of_attempt = inventory.of(attempt)
+        prospects.append(Prospect(
+            attempt, step, world_size, recorded_scheme(header.scheme for header in headers),
+            max(header.unix_ns for header in headers), any(file.committed for file in files),
+            max(file.restores for file in files), sum(file.nbytes for file in files), of_attempt.verdict,
+            choose(of_attempt, (), WantedStep(step)), tuple(sorted(set(range(world_size)) - slots)),
+        ))  # fmt: skip
+    named = {header.node for pairs in sealed.values() for _, header in pairs}
+    return Restorability(tuple(prospects), () if together else tuple(sorted(named - {node.name for node in nodes})))
 
 
 def recorded_scheme(texts: Iterable[str]) -> str:
@@ -93,10 +99,8 @@ def recorded_scheme(texts: Iterable[str]) -> str:
     """
     schemes: list[Scheme] = []
     for text in set(texts):
-        try:
+        with contextlib.suppress(ConfigError):
             schemes.append(parse(text))
-        except ConfigError:
-            continue
     best = min(schemes, key=lambda scheme: (not scheme.parity, -scheme.losses, scheme.members), default=None)
     return "none" if best is None else str(best)
 
