@@ -17,8 +17,7 @@ from ..launch.launcher_variables import launched
 from ..mpi.world import World, abort_all, find_comm, load_mpi
 from ..text import listed
 from . import completion, doctor_checks
-from .doctor_findings import Context, Diagnosis, Finding, Level, merge, warning, wrong
-from .doctor_watchdog import Watch
+from .doctor_findings import Context, Diagnosis, Finding, Level, Watch, merge, warning, wrong
 from .options import BYTES, certify_after_option, draining_option, json_option, memory_option
 from .run_on_ranks import FINE, WRONG, raise_deadline
 

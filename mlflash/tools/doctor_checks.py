@@ -42,7 +42,7 @@ from ..placement.topology import Node
 from ..run.on_slurm import ask
 from ..text import last_words, many, show_bytes
 from .doctor_findings import Context, Finding, fine, note, warning, wrong
-from .plan_schemes import Job, consider, node_nbytes
+from .plan import Job, consider, node_nbytes
 
 _SKEW_S = 1.0
 _SAVED_NBYTES, _SAVES = 16 << 20, 4

@@ -33,11 +33,10 @@ from ..storage.store import open_store
 from ..text import many, named, show_bytes
 from . import completion, on_disk
 from .jobs import choose_job
-from .node_memory import RUN_NBYTES, Changed, Node, Sealed, look_around
+from .node_memory import RUN_NBYTES, Changed, Node, Prospect, Sealed, look_around, what_is_restorable
 from .on_disk import Provenance, describe, versions_of
 from .options import job_options
 from .output import new_table, show_age
-from .restorability import Prospect, what_is_restorable
 from .run_on_ranks import Answer, together
 
 if TYPE_CHECKING:

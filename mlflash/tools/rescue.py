@@ -15,10 +15,9 @@ from ..mpi.world import World, gather_from_all
 from ..text import show_bytes, show_seconds
 from . import completion, on_disk
 from .jobs import choose_job
-from .node_memory import look_around
+from .node_memory import Restorability, look_around, survival, what_is_restorable
 from .options import directory_option, job_option, json_option, memory_option
 from .output import progress_bar
-from .restorability import Restorability, survival, what_is_restorable
 from .run_on_ranks import Answer, together
 from .status import describe, describe_lost
 

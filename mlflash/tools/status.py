@@ -15,10 +15,9 @@ from ..mpi.world import World
 from ..text import many, named, ranges, show_bytes
 from . import on_disk
 from .jobs import choose_job
-from .node_memory import File, Node, look_around
+from .node_memory import File, Node, Prospect, Restorability, Survival, look_around, survival, what_is_restorable
 from .options import job_options
 from .output import new_table, show_age
-from .restorability import Prospect, Restorability, Survival, survival, what_is_restorable
 from .run_on_ranks import Answer, together
 
 if TYPE_CHECKING:

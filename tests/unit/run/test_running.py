@@ -17,7 +17,7 @@ from mlflash.run.node_watch import Looks, Watch, ask
 from mlflash.run.on_slurm import is_lost
 from mlflash.run.on_ssh import OnSsh
 from mlflash.run.supervisor import Restarts, choose_nodes
-from mlflash.tools.run import run
+from mlflash.tools.run_job import run
 
 HOSTS = [f"n{number}" for number in range(8)]
 

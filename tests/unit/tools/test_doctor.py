@@ -21,7 +21,7 @@ from mlflash.launch.launcher_variables import Launched, launched
 from mlflash.memory.memory_limits import headroom
 from mlflash.placement.topology import Node
 from mlflash.run.on_slurm import LaunchFailed
-from mlflash.tools import doctor_checks, plan_schemes
+from mlflash.tools import doctor_checks, plan
 from mlflash.tools.doctor_findings import Context, Diagnosis, Finding, Level, fine, merge, warning, wrong
 
 pytestmark = pytest.mark.slow  # a tool beside the engine
@@ -170,9 +170,9 @@ def test_what_a_job_takes_is_what_plan_says() -> None:
     need, words = doctor_checks.count_need(
         context({"MLFLASH_REDUNDANCY": "xor:4"}, nbytes=GIB, own_slots=3, nodes=4, ranks_per_node=8)
     )
-    job = plan_schemes.Job(("a", "b", "c", "d"), 8, GIB, own_slots=3)
-    ((scheme, placed),), _ = plan_schemes.consider(job, ["xor:4"])
-    planned = plan_schemes.scheme_costs(job, scheme, placed, 1, None)
+    job = plan.Job(("a", "b", "c", "d"), 8, GIB, own_slots=3)
+    ((scheme, placed),), _ = plan.consider(job, ["xor:4"])
+    planned = plan.scheme_costs(job, scheme, placed, 1, None)
     assert need == planned.memory_nbytes > 24 * GIB and headroom(need) == planned.spare_nbytes == SPARE
     assert words == "8 ranks of 1 GiB, 3 slots each, xor:4 over 4 nodes"
     assert "protects nothing on one node" in doctor_checks.count_need(context(nbytes=GIB))[1]
