@@ -32,9 +32,9 @@ from ..events import Event
 from ..launch import program_mpi
 from ..launch.agent_client import AgentClient, AgentLost, AgentRefused, Departure, HubLost
 from ..launch.courier_cores import own_seat, to_list
+from ..launch.courier_mpi import LIBRARY, needs_launcher
 from ..launch.couriers import CourierEnded, Couriers, RankDeparted, StartFailed
 from ..launch.launcher_variables import KEPT, Launched
-from ..launch.mpi_library import LIBRARY, needs_launcher
 from ..launch.rendezvous import Meeting, who_am_i
 from ..memory.node_directory import claim_user_directory
 from .channel import Broken, Call, Channel, PendingCall, Reply
@@ -151,7 +151,7 @@ class Connection:
 
     def _listen(self) -> None:
         running = self.couriers.courier
-        self.channel, self.pid = Channel(running.trainer), running.pid
+        self.channel, self.pid = Channel(running.channel), running.pid
         where = f"on cores {to_list(running.cores)}" if running.cores else "where its trainer runs"
         self.is_a = f"process (pid {running.pid}, {where}; {self.couriers.met})"
         threading.Thread(target=self._receive, args=(self.channel,), name="mlflash-receive", daemon=True).start()

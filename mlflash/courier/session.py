@@ -21,7 +21,7 @@ from ..drain.drain import Drain
 from ..drain.provenance import Signer, signer_of
 from ..drain.queue import DrainQueue
 from ..errors import ConfigError, CorruptSlot, MlflashError
-from ..launch import mpi_library
+from ..launch import courier_mpi
 from ..memory.inventory import WantedStep, write_verdict
 from ..memory.node_directory import file_number
 from ..memory.own_slots import SlotFile
@@ -453,7 +453,7 @@ class Session:
             "enabled": True, "rank": world.rank, "node": world.node_name, "scheme": protection.scheme,
             "group": list(protection.group), "partners": list(protection.partners),
             "shared with": [] if replicas is None or replicas.sharing is None else list(replicas.sharing.ranks),
-            "transport": protection.transport, "mpi": "" if world.mpi is None else mpi_library.describe(),
+            "transport": protection.transport, "mpi": "" if world.mpi is None else courier_mpi.describe(),
             "job": context.config.job, "memory": context.memory.path, "restored_from": context.restored.source,
             "drain": drained, "send rate": context.pace.rate or None, "slots": slots,
             "counts": dict(context.recorder.counts) | diverged, "seconds": dict(context.recorder.seconds),

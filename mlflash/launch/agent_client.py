@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from . import agent_process
+from .courier_process import CourierEnd
 from .line_client import LineClient, Lost, Refused
 from .lines import pack
 
@@ -31,16 +32,6 @@ class AgentRefused(OSError):
 
 class HubLost(ConnectionError):
     """The place where ranks meet cannot be reached, or no longer."""
-
-
-@dataclasses.dataclass(frozen=True)
-class CourierEnd:
-    """How a courier ended."""
-
-    epoch: str  # the name of its world
-    status: int | None  # None after a signal
-    signal: int | None  # None after an exit
-    why: str | None  # why the agent killed it; None if it did not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,12 +106,11 @@ class AgentClient:
                                    "Linux 5.3, and a container whose profile allows it") from None  # fmt: skip
             opened.callback(os.close, pidfd)
             outputs = [_open(fd if output is None else output.fileno(), opened) for fd in (1, 2)]
-            told = self.ask("hello", timeout_s, descriptors=[*outputs, pidfd], **hello)
-        self._seat, self.vendor, self.pid = told["seat"], str(told["vendor"]), int(told["pid"])
+            reply = self.ask("hello", timeout_s, descriptors=[*outputs, pidfd], **hello)
+        self._seat, self.vendor, self.pid = reply["seat"], str(reply["vendor"]), int(reply["pid"])
 
     @property
     def is_lost(self) -> bool:
-        """Whether the agent has ended."""
         return self._lines.why is not None
 
     def ask(self, what: str, timeout_s: float, check: Callable[[], None] = lambda: None, **fields: Any) -> Any:
@@ -137,7 +127,6 @@ class AgentClient:
             raise AgentRefused(f"the agent of this node refused to {what}: {error}") from None
 
     def tell(self, what: str, **fields: Any) -> None:
-        """Ask for something, and do not wait for the answer."""
         self._lines.say({"id": 0, "do": what, **fields})
 
     def channel(self, number: int) -> socket.socket:
@@ -167,7 +156,7 @@ class AgentClient:
             case {"up": str(epoch)}:
                 self.up.add(epoch)
             case {"ended": str(epoch), **how}:
-                self.ended[epoch] = CourierEnd(epoch, how["status"], how["signal"], how["why"])
+                self.ended[epoch] = CourierEnd(**how)
             case {"over": str(epoch)}:
                 self.over.add(epoch)
             case {"departed": dict(departure)}:

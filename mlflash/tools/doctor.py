@@ -100,7 +100,7 @@ class Examination:
 
     def __init__(self, context: Context, watch: Watch, timeout_s: float):
         self.context, self._watch, self._timeout_s = context, watch, timeout_s
-        self._found: list[Finding] = []  # on rank 0 those of all ranks, as soon as they are gathered
+        self._findings: list[Finding] = []  # on rank 0 those of all ranks, as soon as they are gathered
         self._is_broken = False  # ranks are no longer in step
 
     def run(self) -> Diagnosis:
@@ -159,7 +159,7 @@ class Examination:
         world = context.ranks
         of_node = merge(finding for findings in world.gather(self._located(), world.node) for finding in findings)
         of_nodes = world.gather(of_node, world.leaders) if world.local_rank == 0 else []
-        self._found = [finding for findings in of_nodes for finding in findings] if world.rank == 0 else []
+        self._findings = [finding for findings in of_nodes for finding in findings] if world.rank == 0 else []
         return ()
 
     def _make(self, subject: str, check: Check, together: bool = False) -> None:
@@ -187,11 +187,11 @@ class Examination:
             if self._is_broken and self.context.rank:
                 print(f"{name}: {text}", file=sys.stderr)
                 time.sleep(self._timeout_s + 2 * _GRACE_S)  # rank 0 waits in vain, and then ends this process
-        self._found += [dataclasses.replace(finding, subject=subject) for finding in findings]
+        self._findings += [dataclasses.replace(finding, subject=subject) for finding in findings]
 
     def _located(self) -> list[Finding]:
         """Return the results so far. Those of this process get its node and rank, as MPI knows them by now."""
         rank, ranks_on = self.context.rank, self.context.ranks_on
         nodes = tuple(node for node in ranks_on if rank in ranks_on[node])
         return [finding if finding.nodes else dataclasses.replace(finding, nodes=nodes, ranks=(rank,))
-                for finding in self._found]  # fmt: skip
+                for finding in self._findings]  # fmt: skip

@@ -17,12 +17,10 @@ from ..errors import ConfigError, LaunchFailed
 from ..launch import agent_process
 from ..run.agents import SILENCE_S, Agents
 from ..run.first_node_guard import guard_of
-from ..run.launch_system import RunLog, RunOptions, System
+from ..run.launch_systems import OnSlurm, OnSsh, System, names_in, own_id
 from ..run.membership import Deadlines
-from ..run.on_slurm import OnSlurm, names_in, own_id
-from ..run.on_ssh import OnSsh
-from ..run.started_ranks import start, start_kept
-from ..run.supervisor import Supervisor
+from ..run.started_ranks import RunLog, start, start_kept
+from ..run.supervisor import RunOptions, Supervisor
 from . import completion
 from .options import job_option, memory_option
 
@@ -119,7 +117,7 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
             kept = functools.partial(start_kept, agents, spares or 0, deadlines, journal)
             supervisor = Supervisor(agents, options, journal, kept if keep_alive else functools.partial(start, agents))
             for number in _SIGNALS:
-                signal.signal(number, lambda number, frame: setattr(supervisor, "told", number))
+                signal.signal(number, lambda number, frame: setattr(supervisor, "signal_number", number))
             code = supervisor.run()
         sys.exit(code)
     except LaunchFailed as error:

@@ -4,7 +4,8 @@ Exit codes: 0: all is well. 1: something is wrong, or there is nothing to restor
 
 ``python -m mlflash.tools.run_on_ranks -m MODULE ARGUMENTS`` replaces ``mpiexec python -m mpi4py -m MODULE
 ARGUMENTS`` where there is no MPI launcher. You start it once for each rank, with RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT. The ranks meet without MPI, and the courier of each rank runs the module. `mlflash run` scavenges with it.
+MASTER_PORT. The ranks meet without MPI, and the courier of each rank runs the module. `mlflash run` scavenges with it:
+MLFLASH_JOB and MLFLASH_MEMORY then lead to its own agents, which have imported everything already.
 """
 
 from __future__ import annotations
@@ -123,9 +124,10 @@ def main() -> int:
         return 2
     end = None
     try:
-        with contextlib.closing(Couriers(_ENTRY, os.environ, _MEET_S)) as couriers:
+        job, memory = os.environ.get("MLFLASH_JOB", ""), os.environ.get("MLFLASH_MEMORY", "")
+        with contextlib.closing(Couriers(_ENTRY, os.environ, _MEET_S, job=job, memory=memory)) as couriers:
             couriers.next_epoch(_MEET_S)
-            couriers.courier.trainer.sendall(json.dumps(sys.argv[2:]).encode() + b"\n")
+            couriers.courier.channel.sendall(json.dumps(sys.argv[2:]).encode() + b"\n")
             if couriers.size > 1:
                 couriers.wait_up(_MEET_S)
             while end is None:  # the program has its own deadlines
@@ -148,7 +150,7 @@ def run_in_courier(forked: Courier) -> None:
                   file=sys.stderr)  # fmt: skip
             raise SystemExit(WRONG)
         forked.tell_mpi_is_up()
-    with forked.trainer.makefile() as lines:
+    with forked.channel.makefile() as lines:
         module, *arguments = json.loads(lines.readline())
     sys.argv = [module, *arguments]
     code: Any = None

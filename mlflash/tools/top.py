@@ -20,9 +20,8 @@ import click
 from ..errors import MlflashError
 from ..memory.node_directory import jobs_of
 from ..run.agents import Agents
+from ..run.launch_systems import OnSlurm, OnSsh, hosts_of, own_id
 from ..run.node_watch import ask
-from ..run.on_slurm import OnSlurm, hosts_of, own_id
-from ..run.on_ssh import OnSsh
 from ..telemetry.heartbeat import is_orphan, is_without_courier, live_jobs, read_heartbeats
 from ..telemetry.recorder import is_notable
 from ..text import many, named, show_bytes, show_seconds

@@ -7,15 +7,7 @@ import os
 import pytest
 
 from mlflash.launch import courier_cores
-from mlflash.launch.courier_cores import (
-    Domains,
-    Seat,
-    choose,
-    choose_among,
-    from_list,
-    own_seat,
-    to_list,
-)
+from mlflash.launch.courier_cores import Domains, Seat, choose, choose_among, from_list, own_seat, to_list
 
 ALL = frozenset(range(16))
 # Two sockets, cores 0-3 and 4-7; the second halves of these are 8-11 and 12-15.

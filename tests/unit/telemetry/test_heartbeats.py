@@ -263,7 +263,7 @@ def test_a_trainer_that_hangs_is_seen_to_hang_though_its_courier_gets_on_whateve
     said = heard(shm)
     assert said["alive"] and said["courier_alive"] and watch.hangs() and not patient.hangs()
     looks.look([])
-    looks._said.clear()
+    looks._status.clear()
     assert not watch.hangs(), "no node answers: nothing is known"
     trainer.beat("saved", saved=5)
     looks.look(["a"])
