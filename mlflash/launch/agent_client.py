@@ -58,7 +58,7 @@ class AgentClient:
         timeout_s: limit for the imports of the agent, which may come from a slow file system.
         job, memory: those of the agent (`agent_process.names_of`).
         mpi: whether couriers may initialize MPI. Without it no MPI needs to be installed.
-        seat: the cores of this rank, for `courier_cores`; "": couriers run where their trainers do.
+        rank_cores: those of this rank, for `courier_cores`; "": couriers run where their trainers do.
         output: where couriers print to, open until `close`; None: where this process prints to.
 
     Attributes:
@@ -72,7 +72,7 @@ class AgentClient:
     """
 
     def __init__(self, entry_point: str, environment: Mapping[str, str], timeout_s: float, *, job: str = "",
-                 memory: str = "", mpi: bool = True, seat: str = "", output: IO[Any] | None = None):  # fmt: skip
+                 memory: str = "", mpi: bool = True, rank_cores: str = "", output: IO[Any] | None = None):  # fmt: skip
         self.up: set[str] = set()
         self.ended: dict[str, CourierEnd] = {}
         self.over: set[str] = set()
@@ -81,7 +81,8 @@ class AgentClient:
         self._owner = os.getpid()
         own = agent_process.own_environment(environment)
         hello = {"entry": entry_point, "mpi": mpi, "environment": own, "directory": _directory(), "umask": _umask(),
-                 "cores": sorted(os.sched_getaffinity(self._owner)), "pid": self._owner, "seat": seat}  # fmt: skip
+                 "cores": sorted(os.sched_getaffinity(self._owner)), "pid": self._owner,
+                 "rank_cores": rank_cores}  # fmt: skip
         names = agent_process.names_of(job, memory, environment)
         end = time.monotonic() + timeout_s
         for attempt in range(_STARTS):

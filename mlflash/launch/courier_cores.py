@@ -25,7 +25,7 @@ Cores = frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Seat:
+class RankCores:
     """The cores of a rank."""
 
     trains_on: Cores  # the cores of its trainer
@@ -35,7 +35,7 @@ class Seat:
         return f"{to_list(self.trains_on)} {to_list(self.may_have)}"
 
     @classmethod
-    def from_text(cls, text: str) -> Seat:
+    def from_text(cls, text: str) -> RankCores:
         """Read the text. Raises ValueError if it has another form."""
         trains_on, may_have = text.split(" ")
         return cls(from_list(trains_on), from_list(may_have))
@@ -67,14 +67,14 @@ def to_list(cores: Iterable[int]) -> str:
     return ",".join(runs(cores))
 
 
-def own_seat(environment: Mapping[str, str]) -> Seat:
+def own_rank_cores(environment: Mapping[str, str]) -> RankCores:
     """Find the cores of this process."""
     trains_on = frozenset(os.sched_getaffinity(os.getpid()))  # of its main thread; other threads may be bound elsewhere
     may_have = _could_have()
     on_node = environment.get("SLURM_CPUS_ON_NODE", "")
     if on_node.isdigit() and int(on_node) < len(may_have):
         may_have = trains_on  # Slurm does not confine jobs: other cores may be other jobs'
-    return Seat(trains_on, may_have | trains_on)
+    return RankCores(trains_on, may_have | trains_on)
 
 
 def _could_have() -> Cores:
@@ -92,40 +92,40 @@ def _could_have() -> Cores:
     return allowed[0]
 
 
-def choose(seats: Sequence[Seat], own: int, domains: Domains | None = None) -> Cores | None:
-    """Choose the cores of the courier of rank ``mine`` of a host; None: those of its trainer, unchanged.
+def choose(ranks: Sequence[RankCores], own: int, domains: Domains | None = None) -> Cores | None:
+    """Choose the cores of the courier of rank ``own`` of a host; None: those of its trainer, unchanged.
 
-    All ranks of the host, whose seats are given in order, get different ones, or share.
+    All ranks of the host, whose cores are given in order, get different ones, or share.
     """
     domains = domains or here()
-    free = [_free(seat, seats, domains) for seat in seats]
-    near = [_near(cores, seat, domains) for cores, seat in zip(free, seats, strict=True)]
+    free = [_free(rank, ranks, domains) for rank in ranks]
+    near = [_near(cores, rank, domains) for cores, rank in zip(free, ranks, strict=True)]
     if not near[own]:
         return None
     sharing = [number for number, cores in enumerate(near) if cores == near[own]]
     return _part(near[own], sharing.index(own), len(sharing), domains)
 
 
-def choose_among(texts: Mapping[str, str], rank: str) -> Cores | None:
-    """Choose like `choose`, among the seats that ranks of a host have published, by rank.
+def choose_among(texts: Mapping[int, str], rank: int) -> Cores | None:
+    """Choose like `choose`, among the ranks of a host that have published theirs as text.
 
     Raises:
-        ValueError: a text is no seat, or this rank has published none.
+        ValueError: a text has another form, or this rank has published none.
     """
-    ranks = sorted(texts, key=int)
-    return choose([Seat.from_text(texts[other]) for other in ranks], ranks.index(rank))
+    numbers = sorted(texts)
+    return choose([RankCores.from_text(texts[number]) for number in numbers], numbers.index(rank))
 
 
-def _free(seat: Seat, seats: Sequence[Seat], domains: Domains) -> Cores:
-    taken: Cores = frozenset().union(*(other.trains_on for other in seats))
-    free = seat.may_have - taken
+def _free(rank: RankCores, ranks: Sequence[RankCores], domains: Domains) -> Cores:
+    taken: Cores = frozenset().union(*(other.trains_on for other in ranks))
+    free = rank.may_have - taken
     whole = frozenset(core for core in free if not domains.siblings(core) & taken)
     return whole or free  # half of a core whose other half trains is better than a core that trains itself
 
 
-def _near(cores: Cores, seat: Seat, domains: Domains) -> Cores:
+def _near(cores: Cores, rank: RankCores, domains: Domains) -> Cores:
     """Those of some cores that are as near to the trainer's memory as the trainer; all of them if none are."""
-    own: Cores = frozenset().union(*(domains.numa(core) for core in seat.trains_on))
+    own: Cores = frozenset().union(*(domains.numa(core) for core in rank.trains_on))
     return cores & own or cores
 
 

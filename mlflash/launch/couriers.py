@@ -116,9 +116,9 @@ class Couriers:
         self.rank, self.size = self._meeting.me.rank, self._meeting.me.size
         self.met = f"{self.size} ranks met by {self._meeting.how}" if self.size > 1 else "one rank"
         self._node, self._environment = " ".join(this_node(name=node)), environment
-        seat = courier_cores.own_seat(environment).to_text() if own_cores else ""
+        rank_cores = courier_cores.own_rank_cores(environment).to_text() if own_cores else ""
         self._new_agent = functools.partial(AgentClient, entry_point, environment, job=job, memory=memory,
-                                            mpi=self.size > 1, seat=seat, output=output)  # fmt: skip
+                                            mpi=self.size > 1, rank_cores=rank_cores, output=output)  # fmt: skip
         self.freed: frozenset[str] = frozenset()
         self._number = 0  # the newest epoch
         self._channels = 0  # connections that were made to couriers

@@ -2,9 +2,9 @@
 
 The first message of its connection has, besides three descriptors (standard output, standard error, and a pidfd of the
 trainer): ``entry`` (``module:function`` of its couriers), ``mpi`` (whether they may initialize MPI), ``environment``,
-``directory``, ``umask``, ``cores`` (on which the trainer runs), ``pid`` and ``seat`` (its cores, for `courier_cores`;
-"" if couriers run on those of their trainers). It is answered with ``seat``, a number, ``vendor``, the MPI of couriers,
-and ``pid``, or with ``error``. Then come questions with ``id`` and ``do``:
+``directory``, ``umask``, ``cores`` (on which the trainer runs), ``pid`` and ``rank_cores`` (for `courier_cores`; "" if
+couriers run on those of their trainers). It is answered with ``seat``, a number, ``vendor``, the MPI of couriers, and
+``pid``, or with ``error``. Then come questions with ``id`` and ``do``:
 
 | ``do``         | more fields                       | the answer                                                     |
 |----------------|-----------------------------------|----------------------------------------------------------------|
@@ -65,7 +65,7 @@ class Seat:
         out, err, self._trainer_pidfd = descriptors
         self._output, self._hello = (out, err), hello
         self.vendor = agent.forks.prepare(hello["entry"], hello["mpi"])
-        self.rank, self.member, self.cores = 0, "", str(hello["seat"])
+        self.rank, self.member, self.cores = 0, "", str(hello["rank_cores"])
         self._channels: dict[int, asyncio.Future[socket.socket]] = {}  # by number: to its couriers
         self._connection: Connection | None = None
         self._to_hub: HubConnection | None = None
@@ -262,8 +262,8 @@ class Seat:
         seats = self._to_hub.seats if self._to_hub is not None else {self.rank: self}
         with contextlib.suppress(ValueError):
             if self.cores:
-                texts = {str(rank): seat.cores for rank, seat in seats.items() if seat.cores}
-                return courier_cores.choose_among(texts, str(self.rank)) or frozenset()
+                texts = {rank: seat.cores for rank, seat in seats.items() if seat.cores}
+                return courier_cores.choose_among(texts, self.rank) or frozenset()
         return frozenset()
 
     @property
