@@ -16,7 +16,8 @@ from ..errors import ConfigError, DeadlineExceeded, MlflashError, MpiUnavailable
 from ..launch.launcher_variables import launched
 from ..mpi.world import World, abort_all, find_comm, load_mpi
 from ..text import listed
-from . import completion, doctor_checks
+from . import completion
+from . import doctor_checks as checks
 from .doctor_findings import Context, Diagnosis, Finding, Level, Watch, merge, warning, wrong
 from .options import BYTES, certify_after_option, draining_option, json_option, memory_option
 from .run_on_ranks import FINE, WRONG, raise_deadline
@@ -45,7 +46,7 @@ def doctor(need: int | None, redundancy: str | None, draining: bool, certify_aft
     The line below a warning or an error says what to do. Exits with 1 if a check finds an error.
     """
     try:
-        environment = {**os.environ, DISABLE: ""}  # `doctor_checks.environment` reports it
+        environment = {**os.environ, DISABLE: ""}  # the check of the environment reports it
         settings = from_environment(environment, None, job="any", memory=memory, redundancy=redundancy, drain_every=0)
         slots = slots_of(certify_after)
         context = Context(settings, os.environ, launched(os.environ), need, slots + draining, slots, nodes,
@@ -67,20 +68,14 @@ def doctor(need: int | None, redundancy: str | None, draining: bool, certify_aft
 
 Check = Callable[[Context], Iterable[Finding]]
 _CHECKS: dict[str, tuple[Check, ...]] = {
-    "software": (
-        doctor_checks.versions, doctor_checks.environment, doctor_checks.parity, doctor_checks.compression,
-        doctor_checks.couriers_here,
-    ),
-    "GPU": (doctor_checks.gpus,),
-    "Slurm": (doctor_checks.slurm,),
-    "memory": (
-        doctor_checks.file_system, doctor_checks.lifetime, doctor_checks.logout, doctor_checks.writing,
-        doctor_checks.memlock, doctor_checks.left_over,
-    ),
-}  # fmt: skip
-_CHECKS_OF_MPI: tuple[Check, ...] = doctor_checks.library, doctor_checks.world_size
+    "software": (checks.versions, checks.environment, checks.parity, checks.compression, checks.couriers_here),
+    "GPU": (checks.gpus,),
+    "Slurm": (checks.slurm,),
+    "memory": (checks.file_system, checks.lifetime, checks.logout, checks.writing, checks.memlock, checks.left_over),
+}
+_CHECKS_OF_MPI: tuple[Check, ...] = checks.library, checks.world_size
 _CHECKS_OF_ALL_RANKS: dict[str, tuple[Check, ...]] = {
-    "MPI": (doctor_checks.nodes, doctor_checks.failure_domains, doctor_checks.clocks, doctor_checks.network),
+    "MPI": (checks.nodes, checks.failure_domains, checks.clocks, checks.network),
 }
 _SUBJECTS = ("MPI", "memory", "Slurm", "software", "GPU")
 _ADVICE = {
@@ -105,22 +100,22 @@ class Examination:
 
     def run(self) -> Diagnosis:
         """Make all checks. Only rank 0 gets all results. Collective over the ranks, if MPI can start."""
-        for subject, checks in _CHECKS.items():
-            for check in checks:
+        for subject, alone in _CHECKS.items():
+            for check in alone:
                 self._make(subject, check)
         self._make("MPI", self._start)
         if self.context.world is not None:
             for check in _CHECKS_OF_MPI if self.context.mpi is not None else ():
                 self._make("MPI", check)
-            self._make("memory", doctor_checks.room)
-            for subject, checks in _CHECKS_OF_ALL_RANKS.items():
-                for check in (self._gather, *checks, self._gather):
+            self._make("memory", checks.room)
+            for subject, together in _CHECKS_OF_ALL_RANKS.items():
+                for check in (self._gather, *together, self._gather):
                     self._make(subject, check, together=True)
         return self.known()
 
     def known(self) -> Diagnosis:
         lines = sorted(merge(self._located()), key=lambda line: _SUBJECTS.index(line.subject))
-        launcher = doctor_checks.name_of(self.context.launched)
+        launcher = checks.name_of(self.context.launched)
         return Diagnosis(f"started by {launcher}" if launcher else "started alone", self.context.ranks_on, tuple(lines))
 
     def end(self, code: int) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import math
 import os
 import re
+import runpy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -58,17 +58,14 @@ def _step(_: click.Context, __: click.Parameter, text: str) -> int | None:
     raise click.BadParameter("give a step or 'newest'")
 
 
-def _function(_: click.Context, __: click.Parameter, text: str | None) -> Convert | None:
+def _function(context: click.Context, option: click.Parameter, text: str | None) -> Convert | None:
     """Load a function from a file: ``convert.py:to_llama``."""
     if text is None:
         return None
-    path, name = text.rpartition(":")[::2]
-    spec = importlib.util.spec_from_file_location("mlflash_convert", path)
-    if spec is None or spec.loader is None or not Path(path).is_file():
+    path, _, name = text.rpartition(":")
+    if not Path(path).is_file():
         raise click.BadParameter("give a Python file and a function in it, such as convert.py:to_llama")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not callable(function := getattr(module, name, None)):
+    if not callable(function := runpy.run_path(path).get(name)):
         raise click.BadParameter(f"{path} has no function {name}")
     return cast(Convert, function)
 
@@ -405,7 +402,12 @@ class Selection:
             names = [*whole.entries, *plain_leaves(whole.tree)]
             kept = set(_matching(names, self.keep) if self.keep else names).difference(_matching(names, self.drop))
             whole = by_name(whole, _renamed([name for name in names if name in kept], self.rename))
-        return whole if self.convert is None else _converted(whole, self.convert)
+        if self.convert is None:
+            return whole
+        raw = whole.read([entry.name for entry in whole.own])
+        state = self.convert({name: from_bytes(entry, raw[whole.ties.get(name, name)])
+                              for name, entry in whole.entries.items()})  # fmt: skip
+        return dataclasses.replace(whole_of(state), left_out=(*whole.left_out, *plain_leaves(whole.tree)))
 
 
 def tensors_by_name(whole: Whole) -> Whole:
@@ -461,12 +463,6 @@ def _renamed(names: Collection[str], rules: Iterable[tuple[str, str]]) -> dict[s
         if (other := first.setdefault(new, name)) != name:
             raise ConfigError(f"{other} and {name} would get the same name", tensor=new)
     return renamed
-
-
-def _converted(whole: Whole, convert: Convert) -> Whole:
-    raw = whole.read([entry.name for entry in whole.own])
-    state = convert({name: from_bytes(entry, raw[whole.ties.get(name, name)]) for name, entry in whole.entries.items()})
-    return dataclasses.replace(whole_of(state), left_out=(*whole.left_out, *plain_leaves(whole.tree)))
 
 
 def whole_of(state: Any) -> Whole:

@@ -25,7 +25,7 @@ from ..mpi.world import World, gather
 from ..placement.topology import this_node
 from ..protect.deduplication import cuts
 from ..restore.open_in_directory import OpenInDirectory
-from ..state.leaves import Entry
+from ..state.leaves import Entry, item_nbytes
 from ..state.manifest import Manifest
 from ..state.paths import plain_leaves
 from ..state.plain_values import decode_plain
@@ -115,7 +115,7 @@ def statistics(entry: Entry, pieces: Iterable[np.ndarray]) -> Statistics:
 
 def _whole_items(entry: Entry, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
     """Cut pieces of bytes at the borders of elements."""
-    item = entry.nbytes // max(1, math.prod(entry.shape)) or 1
+    item = item_nbytes(entry.kind, entry.dtype)
     rest = np.empty(0, dtype=np.uint8)
     for piece in pieces:
         raw = np.concatenate([rest, piece]) if rest.size else np.ascontiguousarray(piece)

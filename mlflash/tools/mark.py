@@ -39,7 +39,10 @@ def mark(world: World, config: Config, job: str | None, step: int, is_bad: bool)
     if world.rank:
         return None
     nodes = sorted({node for node, count in marked if count})
-    folders = [] if config.directory is None else _mark_in(config.directory, step, verdict)
+    folders: list[str] = []
+    if config.directory is not None:
+        store = open_store(config.directory)
+        folders = checkpoint_directory.mark(store, checkpoint_directory.list_checkpoints(store), step, verdict)
     document = {"job": name, "step": step, "verdict": verdict.name.lower(), "nodes": nodes, "folders": folders}
     places = [f"in memory ({many(len(nodes), 'node')})"] * bool(nodes) + [f"in {folder}" for folder in folders]
     words = (f"step {step} is marked {document['verdict']} {' and '.join(places)}" if places else
@@ -54,8 +57,3 @@ def _mark_here(memory: str, job: str, step: int, verdict: Verdict) -> int:
         return 0
     with contextlib.closing(held):
         return len(write_verdict(held, step, verdict))
-
-
-def _mark_in(directory: str, step: int, verdict: Verdict) -> list[str]:
-    store = open_store(directory)
-    return checkpoint_directory.mark(store, checkpoint_directory.list_checkpoints(store), step, verdict)

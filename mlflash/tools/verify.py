@@ -19,7 +19,7 @@ from ..text import many, show_bytes
 from . import completion, on_disk
 from .jobs import choose_job
 from .node_memory import Changed, File, Sealed, look
-from .on_disk import Key, Provenance, describe
+from .on_disk import Provenance, describe
 from .options import job_options
 from .output import progress_bar
 from .run_on_ranks import Answer, together
@@ -150,7 +150,10 @@ def _verify_file(held: NodeDirectory, file: File, checked: Checked, advance: Cal
 
 
 def _verify_directory(world: World, stored: on_disk.DirectoryContents, key_file: str | None) -> list[Checked]:
-    key = _key(world, key_file)
+    try:
+        key = world.on_all(lambda: public_key(key_file) if key_file is not None and world.rank == 0 else None)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
     store = open_store(stored.path)
     checked: list[Checked] = []
     total = sum(on_disk.stored_nbytes(store, listed) for listed in stored.listed) if world.rank == 0 else 0
@@ -163,13 +166,6 @@ def _verify_directory(world: World, stored: on_disk.DirectoryContents, key_file:
         damage = ("the file that commits the checkpoint", "its first bytes are damaged")
         checked.append(Checked(f"{stored.path}/{folder}", 1, 0, [damage]))
     return _join(world, checked)
-
-
-def _key(world: World, file: str | None) -> Key | None:
-    try:
-        return world.on_all(lambda: public_key(file) if file is not None and world.rank == 0 else None)
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from None
 
 
 def _join(world: World, of_rank: list[Checked]) -> list[Checked]:
