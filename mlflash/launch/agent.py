@@ -217,9 +217,8 @@ async def _run_with_ranks(listeners: Sequence[socket.socket], ranks: RankProcess
 
 def _serve_run() -> int:
     """Be the agent of `mlflash run` on this node."""
-    from .rank_processes import (
-        RankProcesses,  # only here, because couriers have in memory what their agent has imported
-    )
+    # Only here, because couriers have in memory what their agent has imported.
+    from .rank_processes import RankProcesses
 
     text = os.environ.pop(AGENT, "") or sys.stdin.readline()
     greeting = {"host": os.environ.get("SLURMD_NODENAME", ""), **json.loads(text)}

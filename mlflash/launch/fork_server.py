@@ -127,8 +127,8 @@ class ForkedCourier:
             self._timer.cancel()
         if self._pmi is not None:
             self._pmi.close()
-        self.end = CourierEnd(status if status >= 0 else None, -status if status < 0 else None,
-                       self.why or (self._pmi.error if self._pmi is not None else None))  # fmt: skip
+        why = self.why or (self._pmi.error if self._pmi is not None else None)
+        self.end = CourierEnd(status if status >= 0 else None, -status if status < 0 else None, why)
         self._ended(self.end)
 
 
