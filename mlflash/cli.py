@@ -11,19 +11,18 @@ import click
 from click.shell_completion import CompletionItem
 
 from .errors import pip_install
-from .tools.output import outlive_readers
 from .version import __version__
 
 _COMMANDS = {
     "doctor": ("tools.doctor:doctor", "Check whether the cluster is ready for a job."),
     "plan": ("tools.plan:plan", "Compare redundancy schemes and compute how often to save."),
     "template": ("tools.template:template", "Write a batch script for Slurm and a training script."),
-    "run": ("tools.run:run", "Start a job and restart it after a failure."),
-    "agent": ("tools.run:agent", "Keep couriers alive when a Slurm job step is killed."),
+    "run": ("tools.run_job:run", "Start a job and restart it after a failure."),
+    "agent": ("tools.run_job:agent", "Keep couriers alive when a Slurm job step is killed."),
     "demo": ("tools.demo:demo", "Kill a node of a small training and compare the weights."),
     "status": ("tools.status:status", "Show what is in memory and which losses it survives."),
     "top": ("tools.top:top", "Watch a running job in the terminal."),
-    "drain": ("tools.drain:drain", "Ask a live job to copy its next checkpoint to disk."),
+    "drain": ("tools.drain_request:drain", "Ask a live job to copy its next checkpoint to disk."),
     "report": ("tools.report:report", "Show on one HTML page what happened to a job."),
     "scavenge": ("tools.rescue:scavenge", "Copy the newest checkpoint of a dead job to disk."),
     "reprotect": ("tools.rescue:reprotect", "Make lost copies and parity of a dead job again."),
@@ -119,4 +118,3 @@ def main() -> None:
 
     `mlflash COMMAND --help` explains a command and shows an example.
     """
-    outlive_readers()

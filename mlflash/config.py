@@ -291,7 +291,7 @@ def unknown_variables(env: Mapping[str, str]) -> list[str]:
 
 
 def _guessed(name: str, known: Sequence[str]) -> str:
-    stems = {one.removeprefix("MLFLASH_"): one for one in known}
+    stems = {name.removeprefix("MLFLASH_"): name for name in known}
     alike = difflib.get_close_matches(name.removeprefix("MLFLASH_"), stems, 1, cutoff=0.7)
     return name + (f" (did you mean {stems[alike[0]]}?)" if alike else "")
 
@@ -319,8 +319,8 @@ def job_name(env: Mapping[str, str], directory: str | None, program: Sequence[st
         with ``torchrun --rdzv-id 42`` and no directory → ``torchrun-42-73475cb4``.
     """
     if env.get("SLURM_JOB_ID"):
-        told = directory or _training(sys.argv if program is None else program)
-        return f"slurm-{env['SLURM_JOB_ID']}-{_digest(told)}"
+        source = directory or _training(sys.argv if program is None else program)
+        return f"slurm-{env['SLURM_JOB_ID']}-{_digest(source)}"
     if directory:
         return "-".join(filter(None, (_stem(Path(directory).name), _digest(directory))))
     run_id = env.get("TORCHELASTIC_RUN_ID", "none")
@@ -345,9 +345,9 @@ def _training(program: Sequence[str]) -> str:
 
 def others_of(job: str, there: Iterable[str]) -> list[str]:
     """Those of some jobs that are of the same Slurm job as one that was named after it."""
-    mine = _BY_SLURM.fullmatch(job)
-    found = [(name, _BY_SLURM.fullmatch(name)) for name in there if mine and name != job]
-    return [name for name, by_slurm in found if mine and by_slurm and by_slurm[1] == mine[1]]
+    own = _BY_SLURM.fullmatch(job)
+    others = (_BY_SLURM.fullmatch(name) for name in there if name != job)
+    return [other[0] for other in others if own and other and other[1] == own[1]]
 
 
 def slots_of(certify_after: int) -> int:
@@ -404,17 +404,17 @@ def _converted(name: str, value: Any, default: Any) -> Any:
         return value
     if isinstance(value, str) and kind is not str:
         return _parse(name, value, kind)
-    found: Any = value.item() if hasattr(value, "item") else value  # of NumPy
+    converted: Any = value.item() if hasattr(value, "item") else value  # of NumPy
     if kind is str and isinstance(value, os.PathLike):
-        found = os.fspath(value)
-    elif isinstance(found, (int, float)):
+        converted = os.fspath(value)
+    elif isinstance(converted, (int, float)):
         try:
-            found = kind(found)
+            converted = kind(converted)
         except (ValueError, OverflowError):  # such as NaN
-            found = None
-    if type(found) is not kind or (kind is not str and found != value):
+            converted = None
+    if type(converted) is not kind or (kind is not str and converted != value):
         raise ConfigError(f"bad setting {name}", expected=_IN_WORDS[kind], found=repr(value))
-    return found
+    return converted
 
 
 _IN_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}

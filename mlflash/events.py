@@ -71,19 +71,19 @@ class News:
 
     def tell(self) -> None:
         """Let all who wait look again."""
-        told, self._next = self._next, Event()
-        told.set()
+        event, self._next = self._next, Event()
+        event.set()
 
     def wait_for(self, holds: Callable[[], T], timeout: float | None = None) -> T:
         """Wait until a condition holds, for at most so many seconds; return what it returned last."""
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             news = self._next
-            if found := holds():
-                return found
+            if value := holds():
+                return value
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
-                return found
+                return value
             news.wait(left)
 
 

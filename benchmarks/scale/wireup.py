@@ -18,10 +18,10 @@ from multiprocessing.synchronize import Event
 from typing import Any, NamedTuple
 
 from mlflash.launch.hub import Hub
+from mlflash.launch.hub_connection import Epoch, HubConnection, HubLost
 from mlflash.launch.lines import listener_at
 from mlflash.launch.pmi_server import PmiServer
 from mlflash.launch.rendezvous import new_token
-from mlflash.launch.world import Begun, HubLost, World
 
 WORKERS = 2
 PATIENCE_S = 600.0
@@ -53,10 +53,10 @@ class Rank:
         self._of = rank // per_node, rank % per_node == 0, nodes, segments
         self._up, self._received = up, b""
 
-    def join(self, world: World) -> None:
-        world.tell("join", rank=self.rank, last=0, mine=[f"node {self._of[0]}", "", []])
+    def join(self, world: HubConnection) -> None:
+        world.tell("join", rank=self.rank, last=0, facts=[f"node {self._of[0]}", "", []])
 
-    def begin(self, begun: Begun) -> None:
+    def begin(self, begun: Epoch) -> None:
         """Start the MPI of its courier."""
         assert begun.here is not None
         server, self._mpi = socket.socketpair()
@@ -143,10 +143,10 @@ def wire_up(nodes: int, per_node: int, segments: int = 1) -> Start:
     return Start(seconds, hub_s, hub_mib, ranks_s / nodes)
 
 
-async def run_nodes(mine: range, nodes: int, per_node: int, segments: int, address: tuple[str, int], token: str
+async def run_nodes(facts: range, nodes: int, per_node: int, segments: int, address: tuple[str, int], token: str
                     ) -> None:  # fmt: skip
     """Run some nodes until their ranks are up."""
-    left, up = len(mine) * per_node, asyncio.Event()
+    left, up = len(facts) * per_node, asyncio.Event()
 
     def note() -> None:
         nonlocal left
@@ -155,8 +155,8 @@ async def run_nodes(mine: range, nodes: int, per_node: int, segments: int, addre
             up.set()
 
     worlds = []
-    for node in mine:
-        world = World(address, token, nodes * per_node, lambda world: None)
+    for node in facts:
+        world = HubConnection(address, token, nodes * per_node, lambda world: None)
         worlds.append(world)
         ranks = [Rank(node * per_node + local, nodes, per_node, segments, note) for local in range(per_node)]
         for rank in ranks:

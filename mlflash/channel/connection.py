@@ -31,10 +31,10 @@ from ..errors import Closed, DeadlineExceeded, MlflashError, MpiUnavailable, pip
 from ..events import Event
 from ..launch import program_mpi
 from ..launch.agent_client import AgentClient, AgentLost, AgentRefused, Departure, HubLost
-from ..launch.courier_cores import own_seat, to_list
+from ..launch.courier_cores import own_rank_cores, to_list
+from ..launch.courier_mpi import LIBRARY, needs_launcher
 from ..launch.couriers import CourierEnded, Couriers, RankDeparted, StartFailed
 from ..launch.launcher_variables import KEPT, Launched
-from ..launch.mpi_library import LIBRARY, needs_launcher
 from ..launch.rendezvous import Meeting, who_am_i
 from ..memory.node_directory import claim_user_directory
 from .channel import Broken, Call, Channel, PendingCall, Reply
@@ -151,7 +151,7 @@ class Connection:
 
     def _listen(self) -> None:
         running = self.couriers.courier
-        self.channel, self.pid = Channel(running.trainer), running.pid
+        self.channel, self.pid = Channel(running.channel), running.pid
         where = f"on cores {to_list(running.cores)}" if running.cores else "where its trainer runs"
         self.is_a = f"process (pid {running.pid}, {where}; {self.couriers.met})"
         threading.Thread(target=self._receive, args=(self.channel,), name="mlflash-receive", daemon=True).start()
@@ -442,9 +442,10 @@ def find_agent(config: Config, size: int) -> AgentClient:
 
     Raises MpiUnavailable: there is no MPI for couriers, or one that only its own launcher can start.
     """
-    seat = own_seat(os.environ).to_text()
+    rank_cores = own_rank_cores(os.environ).to_text()
     try:
-        agent = AgentClient(ENTRY, os.environ, _AGENT_S, job=config.job, memory=config.memory, mpi=size > 1, seat=seat)
+        agent = AgentClient(ENTRY, os.environ, _AGENT_S, job=config.job, memory=config.memory, mpi=size > 1,
+                            rank_cores=rank_cores)  # fmt: skip
     except (AgentLost, AgentRefused) as error:
         raise MpiUnavailable(
             f"couriers cannot be started: {error}. If there is no MPI: {pip_install('mpich')}, or name the library of "

@@ -45,7 +45,7 @@ def run(forked: Forked) -> None:
     if forked.has_mpi:
         comm = load_mpi().COMM_WORLD
         forked.tell_mpi_is_up()
-    connection = TrainerConnection(Channel(forked.trainer), forked.trains_on)
+    connection = TrainerConnection(Channel(forked.channel), forked.trains_on)
     log.addHandler(_Forward(connection))
     log.propagate = False
     sessions: dict[int, SessionThread] = {}

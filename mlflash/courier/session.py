@@ -21,7 +21,7 @@ from ..drain.drain import Drain
 from ..drain.provenance import Signer, signer_of
 from ..drain.queue import DrainQueue
 from ..errors import ConfigError, CorruptSlot, MlflashError
-from ..launch import mpi_library
+from ..launch import courier_mpi
 from ..memory.inventory import WantedStep, write_verdict
 from ..memory.node_directory import file_number
 from ..memory.own_slots import SlotFile
@@ -445,7 +445,7 @@ class Session:
             "enabled": True, "rank": world.rank, "node": world.node_name, "scheme": protection.scheme,
             "group": list(protection.group), "partners": list(protection.partners),
             "shared with": [] if replicas is None or replicas.sharing is None else list(replicas.sharing.ranks),
-            "transport": protection.transport, "mpi": "" if world.mpi is None else mpi_library.describe(),
+            "transport": protection.transport, "mpi": "" if world.mpi is None else courier_mpi.describe(),
             "job": state.config.job, "memory": state.memory.path, "restored_from": state.restored.source,
             "drain": drained, "send rate": state.pace.rate or None, "slots": slots,
             "counts": dict(state.recorder.counts) | diverged, "seconds": dict(state.recorder.seconds),

@@ -4,8 +4,8 @@ A trainer that starts it gives it sockets that listen already (`launch.agent_pro
 ends when it has no trainer and no courier; one that is ``kept``, only after SIGTERM or SIGINT.
 
 `mlflash run` gives it no socket, but a greeting, in the variable `launcher_variables.AGENT` or the first line of
-standard input. It then has the ranks of its node, too (`ranks`), and ends when `mlflash run` needs it no more and the
-last courier has ended. Trainers find it if the greeting has ``couriers``: the ``job`` and its ``memory``.
+standard input. It then has the ranks of its node, too (`rank_processes`), and ends when `mlflash run` needs it no more
+and the last courier has ended. Trainers find it if the greeting has ``couriers``: the ``job`` and its ``memory``.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from ..memory.process_names import AGENT as NAME
 from .agent_process import kept_names, listen, peer_uid
 from .courier_process import ignore_signals_of_the_step
 from .fork_server import ForkServer, Refused
-from .handshake import STRANGERS
+from .handshake import Strangers
+from .hub_connection import HubConnection
 from .launcher_variables import AGENT
 from .lines import BadLine, Connection, Lines
 from .own_process import set_name
 from .seat import Seat
-from .world import World
 
 if TYPE_CHECKING:
-    from .ranks import Ranks
+    from .rank_processes import RankProcesses
 
 _LARGEST_NBYTES = 1 << 22  # of a first message, which contains an environment
-_HELLO_S = 10.0  # limit for the first message to arrive
 _ALONE_S = 10.0  # limit for the first trainer to come
 _COURIERS_S = 20.0  # limit for couriers to end when `mlflash run` has ended
 _NO_MORE_S = 1.0  # until it accepts again after it had no descriptor for a connection
@@ -50,8 +49,8 @@ class Agent:
         self.forks = ForkServer()
         self._listeners, self._is_kept = listeners, is_kept
         self._seats: dict[int, Seat] = {}
-        self._worlds: dict[tuple[tuple[str, int], str], World] = {}
-        self._strangers: dict[_Stranger, None] = {}  # oldest first
+        self._hub_connections: dict[tuple[tuple[str, int], str], HubConnection] = {}
+        self._strangers = Strangers()
         self._numbers = 0
         self._over = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -69,17 +68,16 @@ class Agent:
         await self._over.wait()
         self.forks.close()
 
-    def world(self, address: tuple[str, int], token: str, size: int) -> World:
-        """The connection of this node to a hub."""
+    def hub_connection(self, address: tuple[str, int], token: str, size: int) -> HubConnection:
         key = address, token
-        if key not in self._worlds or self._worlds[key].is_stale:
-            self._worlds[key] = World(address, token, size, self._forget)
-        return self._worlds[key]
+        if key not in self._hub_connections or self._hub_connections[key].is_stale:
+            self._hub_connections[key] = HubConnection(address, token, size, self._forget)
+        return self._hub_connections[key]
 
-    def _forget(self, world: World) -> None:
-        key = world.address, world.token
-        if self._worlds.get(key) is world:
-            del self._worlds[key]
+    def _forget(self, connection: HubConnection) -> None:
+        key = connection.address, connection.token
+        if self._hub_connections.get(key) is connection:
+            del self._hub_connections[key]
 
     def left(self, seat: Seat) -> None:
         """Forget a trainer, and end after the last one."""
@@ -124,13 +122,11 @@ class Agent:
         if peer_uid(sock) != os.geteuid():
             sock.close()
             return
-        while len(self._strangers) >= STRANGERS:
-            next(iter(self._strangers)).close()
-        self._strangers[_Stranger(self, sock)] = None
+        self._strangers.add(_Stranger(self, sock))
 
     def met(self, stranger: _Stranger) -> None:
         """Forget a stranger: it has said who it is, or has gone."""
-        self._strangers.pop(stranger, None)
+        self._strangers.forget(stranger)
         if not self._seats and not self._strangers and self._alone is None:
             self._alone = self._loop.call_later(_ALONE_S, self._end_if_alone)
 
@@ -174,7 +170,6 @@ class _Stranger:
         self._lines, self._descriptors = Lines(_LARGEST_NBYTES), list[int]()
         sock.setblocking(False)
         self._loop.add_reader(sock, self._receive)
-        self._timer = self._loop.call_later(_HELLO_S, self.close)
 
     def _receive(self) -> None:
         try:
@@ -191,7 +186,7 @@ class _Stranger:
         if not received or len(self._descriptors) > _DESCRIPTORS:
             self.close()
         elif isinstance(hello, dict):
-            self._forget()
+            self._loop.remove_reader(self._sock)
             try:
                 self._agent.hear(self._sock, hello, self._descriptors)
             except (KeyError, TypeError, ValueError, asyncio.InvalidStateError):  # nothing that a trainer says
@@ -200,23 +195,18 @@ class _Stranger:
                 self._agent.met(self)
 
     def close(self) -> None:
-        """End the connection."""
-        self._forget()
+        self._loop.remove_reader(self._sock)
         self._sock.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._agent.met(self)
-
-    def _forget(self) -> None:
-        self._timer.cancel()
-        self._loop.remove_reader(self._sock)
 
 
 async def _run(listeners: Sequence[socket.socket], is_kept: bool) -> None:
     await Agent(listeners, is_kept).run()
 
 
-async def _run_with_ranks(listeners: Sequence[socket.socket], ranks: Ranks, greeting: dict[str, Any]) -> int:
+async def _run_with_ranks(listeners: Sequence[socket.socket], ranks: RankProcesses, greeting: dict[str, Any]) -> int:
     agent = Agent(listeners, is_kept=True)
     code = await ranks.serve(greeting)
     agent.release()
@@ -227,16 +217,17 @@ async def _run_with_ranks(listeners: Sequence[socket.socket], ranks: Ranks, gree
 
 def _serve_run() -> int:
     """Be the agent of `mlflash run` on this node."""
-    from .ranks import Ranks  # only here, because couriers have in memory what their agent has imported
+    # Only here, because couriers have in memory what their agent has imported.
+    from .rank_processes import RankProcesses
 
     text = os.environ.pop(AGENT, "") or sys.stdin.readline()
     greeting = {"host": os.environ.get("SLURMD_NODENAME", ""), **json.loads(text)}
-    ranks, listeners = Ranks(), list[socket.socket]()
+    ranks, listeners = RankProcesses(), list[socket.socket]()
     set_name(NAME)
     with contextlib.ExitStack() as opened:
-        if (told := greeting.get("couriers")) is not None:
-            environment = {**os.environ, "MLFLASH_JOB": told["job"]}
-            for name in kept_names(told["memory"], environment):
+        if (couriers := greeting.get("couriers")) is not None:
+            environment = {**os.environ, "MLFLASH_JOB": couriers["job"]}
+            for name in kept_names(couriers["memory"], environment):
                 listener = opened.enter_context(socket.socket(socket.AF_UNIX))
                 with contextlib.suppress(OSError):  # another agent of this job: trainers find that one
                     listen(listener, name)
@@ -256,7 +247,7 @@ def main(arguments: list[str]) -> NoReturn:
         os.dup2(nothing, fd)
     is_kept = arguments[0] == "kept"
     with contextlib.ExitStack() as opened:
-        listeners = [opened.enter_context(socket.socket(fileno=int(one))) for one in arguments[is_kept:]]
+        listeners = [opened.enter_context(socket.socket(fileno=int(number))) for number in arguments[is_kept:]]
         for listener in listeners:
             listener.set_inheritable(False)
         asyncio.run(_run(listeners, is_kept))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from . import agent_process
+from .courier_process import CourierEnd
 from .line_client import LineClient, Lost, Refused
 from .lines import pack
 
@@ -31,16 +32,6 @@ class AgentRefused(OSError):
 
 class HubLost(ConnectionError):
     """The place where ranks meet cannot be reached, or no longer."""
-
-
-@dataclasses.dataclass(frozen=True)
-class CourierEnd:
-    """How a courier ended."""
-
-    epoch: str  # the name of its world
-    status: int | None  # None after a signal
-    signal: int | None  # None after an exit
-    why: str | None  # why the agent killed it; None if it did not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +58,7 @@ class AgentClient:
         timeout_s: limit for the imports of the agent, which may come from a slow file system.
         job, memory: those of the agent (`agent_process.names_of`).
         mpi: whether couriers may initialize MPI. Without it no MPI needs to be installed.
-        seat: the cores of this rank, for `courier_cores`; "": couriers run where their trainers do.
+        rank_cores: those of this rank, for `courier_cores`; "": couriers run where their trainers do.
         output: where couriers print to, open until `close`; None: where this process prints to.
 
     Attributes:
@@ -81,7 +72,7 @@ class AgentClient:
     """
 
     def __init__(self, entry_point: str, environment: Mapping[str, str], timeout_s: float, *, job: str = "",
-                 memory: str = "", mpi: bool = True, seat: str = "", output: IO[Any] | None = None):  # fmt: skip
+                 memory: str = "", mpi: bool = True, rank_cores: str = "", output: IO[Any] | None = None):  # fmt: skip
         self.up: set[str] = set()
         self.ended: dict[str, CourierEnd] = {}
         self.over: set[str] = set()
@@ -90,7 +81,8 @@ class AgentClient:
         self._owner = os.getpid()
         own = agent_process.own_environment(environment)
         hello = {"entry": entry_point, "mpi": mpi, "environment": own, "directory": _directory(), "umask": _umask(),
-                 "cores": sorted(os.sched_getaffinity(self._owner)), "pid": self._owner, "seat": seat}  # fmt: skip
+                 "cores": sorted(os.sched_getaffinity(self._owner)), "pid": self._owner,
+                 "rank_cores": rank_cores}  # fmt: skip
         names = agent_process.names_of(job, memory, environment)
         end = time.monotonic() + timeout_s
         for attempt in range(_STARTS):
@@ -115,12 +107,11 @@ class AgentClient:
                                    "Linux 5.3, and a container whose profile allows it") from None  # fmt: skip
             opened.callback(os.close, pidfd)
             outputs = [_open(fd if output is None else output.fileno(), opened) for fd in (1, 2)]
-            told = self.ask("hello", timeout_s, descriptors=[*outputs, pidfd], **hello)
-        self._seat, self.vendor, self.pid = told["seat"], str(told["vendor"]), int(told["pid"])
+            reply = self.ask("hello", timeout_s, descriptors=[*outputs, pidfd], **hello)
+        self._seat, self.vendor, self.pid = reply["seat"], str(reply["vendor"]), int(reply["pid"])
 
     @property
     def is_lost(self) -> bool:
-        """Whether the agent has ended."""
         return self._lines.why is not None
 
     def ask(self, what: str, timeout_s: float, check: Callable[[], None] = lambda: None, **fields: Any) -> Any:
@@ -137,7 +128,6 @@ class AgentClient:
             raise AgentRefused(f"the agent of this node refused to {what}: {error}") from None
 
     def tell(self, what: str, **fields: Any) -> None:
-        """Ask for something, and do not wait for the answer."""
         self._lines.say({"id": 0, "do": what, **fields})
 
     def channel(self, number: int) -> socket.socket:
@@ -167,7 +157,7 @@ class AgentClient:
             case {"up": str(epoch)}:
                 self.up.add(epoch)
             case {"ended": str(epoch), **how}:
-                self.ended[epoch] = CourierEnd(epoch, how["status"], how["signal"], how["why"])
+                self.ended[epoch] = CourierEnd(**how)
             case {"over": str(epoch)}:
                 self.over.add(epoch)
             case {"departed": dict(departure)}:

@@ -53,12 +53,12 @@ def kept_names(memory: str, environment: Mapping[str, str]) -> list[str]:
     return [_name([word, value], memory, environment) for word, value in known if value]
 
 
-def _name(said: Sequence[str], memory: str, environment: Mapping[str, str]) -> str:
-    found = os.stat(memory) if os.path.isdir(memory) else None
-    seen = [f"{found.st_dev}:{found.st_ino}" if found else memory]
+def _name(words: Sequence[str], memory: str, environment: Mapping[str, str]) -> str:
+    status = os.stat(memory) if os.path.isdir(memory) else None
+    seen = [f"{status.st_dev}:{status.st_ino}" if status else memory]
     seen += [os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES]
     loaded = [sys.executable, __version__, __file__, *(environment.get(name, "") for name in LOADED_BY)]
-    digest = hashlib.sha256("\0".join([*said, *seen, *loaded]).encode()).hexdigest()
+    digest = hashlib.sha256("\0".join([*words, *seen, *loaded]).encode()).hexdigest()
     return f"mlflash-{os.geteuid()}-{digest[:16]}"
 
 
@@ -157,8 +157,8 @@ def own_environment(environment: Mapping[str, str]) -> dict[str, str]:
     own = without_launcher(environment)
     root = str(Path(__file__).resolve().parents[2])
     first = str(Path(sys.path[0] or ".").resolve()) if sys.path else ""
-    folders = [os.path.abspath(one) for one in own.get("PYTHONPATH", "").split(os.pathsep) if one]
+    folders = [os.path.abspath(folder) for folder in own.get("PYTHONPATH", "").split(os.pathsep) if folder]
     if root in (first, os.getcwd()):  # a checkout, which is not installed
         folders.append(root)
-    found = {"PYTHONPATH": os.pathsep.join(folders)} if folders else {}
-    return {**own, **found, "PYTHONSAFEPATH": "1", **for_mpi(environment)}
+    path = {"PYTHONPATH": os.pathsep.join(folders)} if folders else {}
+    return {**own, **path, "PYTHONSAFEPATH": "1", **for_mpi(environment)}

@@ -25,18 +25,17 @@ Cores = frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Seat:
+class RankCores:
     """The cores of a rank."""
 
     trains_on: Cores  # the cores of its trainer
     may_have: Cores  # the cores that it could ask for
 
     def to_text(self) -> str:
-        """As text, for other ranks."""
         return f"{to_list(self.trains_on)} {to_list(self.may_have)}"
 
     @classmethod
-    def from_text(cls, text: str) -> Seat:
+    def from_text(cls, text: str) -> RankCores:
         """Read the text. Raises ValueError if it has another form."""
         trains_on, may_have = text.split(" ")
         return cls(from_list(trains_on), from_list(may_have))
@@ -54,13 +53,13 @@ def from_list(text: str) -> Cores:
     """Read a list of cores as the kernel writes it: "0-3,8". Raises ValueError if it has another form."""
     if not _LIST.fullmatch(text.strip()):
         raise ValueError(f"{text[:80]!r} is not a list of cores, such as 0-3,8")
-    found: set[int] = set()
+    cores: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    if not found or max(found) >= _MOST:
+        cores |= set(range(int(first), int(last or first) + 1))
+    if not cores or max(cores) >= _MOST:
         raise ValueError(f"{text[:80]!r} is not a list of cores, such as 0-3,8")
-    return frozenset(found)
+    return frozenset(cores)
 
 
 def to_list(cores: Iterable[int]) -> str:
@@ -68,65 +67,65 @@ def to_list(cores: Iterable[int]) -> str:
     return ",".join(runs(cores))
 
 
-def own_seat(environment: Mapping[str, str]) -> Seat:
+def own_rank_cores(environment: Mapping[str, str]) -> RankCores:
     """Find the cores of this process."""
     trains_on = frozenset(os.sched_getaffinity(os.getpid()))  # of its main thread; other threads may be bound elsewhere
     may_have = _could_have()
-    told = environment.get("SLURM_CPUS_ON_NODE", "")
-    if told.isdigit() and int(told) < len(may_have):  # Slurm does not confine jobs: other cores may be other jobs'
-        may_have = trains_on
-    return Seat(trains_on, may_have | trains_on)
+    on_node = environment.get("SLURM_CPUS_ON_NODE", "")
+    if on_node.isdigit() and int(on_node) < len(may_have):
+        may_have = trains_on  # Slurm does not confine jobs: other cores may be other jobs'
+    return RankCores(trains_on, may_have | trains_on)
 
 
 def _could_have() -> Cores:
     """The cores that the cgroup of this process allows, whatever its mask is."""
-    found: list[Cores] = []
+    allowed: list[Cores] = []
 
     def ask() -> None:  # on a thread of its own, because the only way to find out is to take them
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, range(_MOST))
-        found.append(frozenset(os.sched_getaffinity(0)))
+        allowed.append(frozenset(os.sched_getaffinity(0)))
 
     thread = threading.Thread(target=ask, name="mlflash-cores")
     thread.start()
     thread.join()
-    return found[0]
+    return allowed[0]
 
 
-def choose(seats: Sequence[Seat], mine: int, domains: Domains | None = None) -> Cores | None:
-    """Choose the cores of the courier of rank ``mine`` of a host; None: those of its trainer, unchanged.
+def choose(ranks: Sequence[RankCores], own: int, domains: Domains | None = None) -> Cores | None:
+    """Choose the cores of the courier of rank ``own`` of a host; None: those of its trainer, unchanged.
 
-    All ranks of the host, whose seats are given in order, get different ones, or share.
+    All ranks of the host, whose cores are given in order, get different ones, or share.
     """
     domains = domains or here()
-    free = [_free(seat, seats, domains) for seat in seats]
-    near = [_near(cores, seat, domains) for cores, seat in zip(free, seats, strict=True)]
-    if not near[mine]:
+    free = [_free(rank, ranks, domains) for rank in ranks]
+    near = [_near(cores, rank, domains) for cores, rank in zip(free, ranks, strict=True)]
+    if not near[own]:
         return None
-    sharing = [number for number, cores in enumerate(near) if cores == near[mine]]
-    return _part(near[mine], sharing.index(mine), len(sharing), domains)
+    sharing = [number for number, cores in enumerate(near) if cores == near[own]]
+    return _part(near[own], sharing.index(own), len(sharing), domains)
 
 
-def choose_among(told: Mapping[str, str], rank: str) -> Cores | None:
-    """Choose like `choose`, among the seats that ranks of a host have published, by rank.
+def choose_among(texts: Mapping[int, str], rank: int) -> Cores | None:
+    """Choose like `choose`, among the ranks of a host that have published theirs as text.
 
     Raises:
-        ValueError: a text is no seat, or this rank has published none.
+        ValueError: a text has another form, or this rank has published none.
     """
-    ranks = sorted(told, key=int)
-    return choose([Seat.from_text(told[one]) for one in ranks], ranks.index(rank))
+    numbers = sorted(texts)
+    return choose([RankCores.from_text(texts[number]) for number in numbers], numbers.index(rank))
 
 
-def _free(seat: Seat, seats: Sequence[Seat], domains: Domains) -> Cores:
-    taken: Cores = frozenset().union(*(one.trains_on for one in seats))
-    free = seat.may_have - taken
+def _free(rank: RankCores, ranks: Sequence[RankCores], domains: Domains) -> Cores:
+    taken: Cores = frozenset().union(*(other.trains_on for other in ranks))
+    free = rank.may_have - taken
     whole = frozenset(core for core in free if not domains.siblings(core) & taken)
     return whole or free  # half of a core whose other half trains is better than a core that trains itself
 
 
-def _near(cores: Cores, seat: Seat, domains: Domains) -> Cores:
+def _near(cores: Cores, rank: RankCores, domains: Domains) -> Cores:
     """Those of some cores that are as near to the trainer's memory as the trainer; all of them if none are."""
-    own: Cores = frozenset().union(*(domains.numa(core) for core in seat.trains_on))
+    own: Cores = frozenset().union(*(domains.numa(core) for core in rank.trains_on))
     return cores & own or cores
 
 

@@ -19,9 +19,8 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from typing import NoReturn
 
-from . import cross_memory
+from .courier_mpi import mapped_by, memory_settings
 from .lines import pack
-from .mpich_segments import mapped_by
 from .own_process import end_with, forget_memory_policy, set_name
 
 log = logging.getLogger("mlflash")
@@ -37,7 +36,7 @@ class Courier:
     epoch: str  # the name of this world of MPI
     rank: int
     nodes: tuple[int, ...]  # of each rank, any numbers
-    trainer: socket.socket
+    channel: socket.socket  # to its trainer
     trainer_pidfd: int  # readable when the trainer has ended
     reports_fd: int  # a pipe to the agent
     has_mpi: bool = True  # the only rank of a world may not initialize MPI, and does not need it
@@ -52,11 +51,20 @@ class Courier:
         os.write(self.reports_fd, pack({"mapped": sorted(mapped_by("self"))}))
 
 
+@dataclasses.dataclass(frozen=True)
+class CourierEnd:
+    """How a courier ended."""
+
+    status: int | None  # None after a signal
+    signal: int | None  # None after an exit
+    why: str | None  # why its agent killed it; None if it did not
+
+
 @dataclasses.dataclass
 class Inherited:
     """What a courier has from its trainer, as if that had forked it."""
 
-    trainer: socket.socket  # the courier's end of the connection to it
+    channel: socket.socket  # the courier's end of the connection to it
     trainer_pidfd: int
     name: str  # of the courier's process, which says whose it is
     output: tuple[int, int]  # descriptors of standard output and standard error
@@ -83,11 +91,11 @@ def run(
     try:
         for given, fd in zip(inherited.output, (1, 2), strict=True):
             os.dup2(given, fd)
-        kept = {0, 1, 2, courier.trainer.fileno(), courier.trainer_pidfd, courier.reports_fd}
+        kept = {0, 1, 2, courier.channel.fileno(), courier.trainer_pidfd, courier.reports_fd}
         _leave(agent_pid, kept if pmi is None else kept | {pmi.fileno()})
         _inherit(inherited)
         if pmi is not None:
-            os.environ.update(cross_memory.settings(reads, os.environ))
+            os.environ.update(memory_settings(reads, os.environ))
             os.environ.update(PMI_FD=str(pmi.fileno()), PMI_RANK=str(courier.rank), PMI_SIZE=str(len(courier.nodes)))
         if cores := courier.cores or inherited.cores:  # before any thread starts, because threads inherit them
             try:

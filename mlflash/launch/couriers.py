@@ -23,13 +23,13 @@ from typing import IO, Any
 
 from ..errors import DeadlineExceeded, WorldMismatch
 from ..placement.topology import this_node
-from . import courier_cores, cross_memory
-from .agent_client import AgentClient, AgentLost, AgentRefused, CourierEnd, Departure, HubLost
-from .courier_process import ABORTS, NOT_UP
+from . import courier_cores
+from .agent_client import AgentClient, AgentLost, AgentRefused, Departure, HubLost
+from .courier_mpi import readable_namespaces
+from .courier_process import ABORTS, NOT_UP, CourierEnd
 from .interfaces import own_address
 from .launcher_variables import is_on_one_host, launched
-from .rendezvous import Meeting, meeting_of, new_token, who_am_i
-from .secret import TOKEN
+from .rendezvous import TOKEN, Meeting, meeting_of, new_token, who_am_i
 
 _REAPED_S = 5.0  # limit for a courier to end, and for its agent to report how
 _WITHDRAWN_S = 6.0  # limit for the agent to say who has not come
@@ -60,7 +60,7 @@ class RunningCourier:
     number: int  # of its epoch, from 1
     epoch: str  # the name of its world of MPI, the same on all ranks
     nodes: tuple[int, ...]  # of each rank, numbered as they first appear
-    trainer: socket.socket  # the trainer's end of the socket to it
+    channel: socket.socket  # the trainer's end of the connection to it
     pid: int
     cores: frozenset[int]  # that it was told to use; none: those of this process
 
@@ -116,9 +116,9 @@ class Couriers:
         self.rank, self.size = self._meeting.me.rank, self._meeting.me.size
         self.met = f"{self.size} ranks met by {self._meeting.how}" if self.size > 1 else "one rank"
         self._node, self._environment = " ".join(this_node(name=node)), environment
-        seat = courier_cores.own_seat(environment).to_text() if own_cores else ""
+        rank_cores = courier_cores.own_rank_cores(environment).to_text() if own_cores else ""
         self._new_agent = functools.partial(AgentClient, entry_point, environment, job=job, memory=memory,
-                                            mpi=self.size > 1, seat=seat, output=output)  # fmt: skip
+                                            mpi=self.size > 1, rank_cores=rank_cores, output=output)  # fmt: skip
         self.freed: frozenset[str] = frozenset()
         self._number = 0  # the newest epoch
         self._channels = 0  # connections that were made to couriers
@@ -140,7 +140,6 @@ class Couriers:
 
     @property
     def courier(self) -> RunningCourier:
-        """The newest courier."""
         if self._running is None:
             raise CourierEnded("there is no courier: no epoch was started, or the last one could not be")
         return self._running
@@ -162,10 +161,10 @@ class Couriers:
                 here = _numeric(host) if host else own_address(self._are_on_one_host(), self._environment)
                 self._with_an_agent(lambda: self._serve([here], [0], end), end)
                 text = f"{here},{self._listens[1]},{self._token}"
-            told = meeting.share(text, left_s(end)).split(",")
-            if len(told) != 3 or not told[1].isdecimal():
-                raise WorldMismatch("rank 0 sent no address of its agent", found=str(told)[:80])
-            self._token, self._places = told[2], [(told[0], int(told[1]))]
+            words = meeting.share(text, left_s(end)).split(",")
+            if len(words) != 3 or not words[1].isdecimal():
+                raise WorldMismatch("rank 0 sent no address of its agent", found=str(words)[:80])
+            self._token, self._places = words[2], [(words[0], int(words[1]))]
         self._with_an_agent(lambda: self._take_seat(end), end)
         self._has_met = True
 
@@ -182,7 +181,6 @@ class Couriers:
                 raise AgentLost("agents of this node have ended again and again")
 
     def _serve(self, hosts: Sequence[str], ports: Sequence[int], end: float) -> None:
-        """Have the agent of rank 0 be the hub."""
         host, port = self.agent.ask("serve", left_s(end), hosts=[*hosts], ports=[*ports], token=self._token,
                                     size=self.size)  # fmt: skip
         self._listens = str(host), int(port)
@@ -192,7 +190,7 @@ class Couriers:
         timeout_s = left_s(end)
         try:
             place = self.agent.ask("meet", timeout_s + _WITHDRAWN_S, self._check, rank=self.rank, size=self.size,
-                                   member=self._member, places=[[*one] for one in self._places], token=self._token,
+                                   member=self._member, places=[[*place] for place in self._places], token=self._token,
                                    within_s=timeout_s)  # fmt: skip
         except HubLost as lost:
             where = "" if self._meeting.ports is None else f", {self._meeting.ports.where} ({_KNOWN})"
@@ -232,32 +230,31 @@ class Couriers:
         """
         end = time.monotonic() + timeout_s
         if self._running is not None:
-            self._running.trainer.close()
+            self._running.channel.close()
             self._running = None
         self._check()
         if self.agent.is_lost:
             self._replace_agent(end)
-        mine = [self._node, cross_memory.reach(), [*freed]]
+        facts = [self._node, readable_namespaces(), [*freed]]
         with contextlib.ExitStack() as failed:
             self._channels += 1
             channel = self.agent.channel(self._channels)
             failed.callback(channel.close)
             left, self.agent.hub_lost = left_s(end), None
             try:
-                told = self.agent.ask("next", left, self._check, channel=self._channels, last=self._number, mine=mine,
-                                      within_s=left, up_s=timeout_s)  # fmt: skip
+                reply = self.agent.ask("next", left, self._check, channel=self._channels, last=self._number,
+                                       facts=facts, within_s=left, up_s=timeout_s)  # fmt: skip
             except (DeadlineExceeded, HubLost) as error:
                 raise self._late(timeout_s) from error
-            if "departed" in told:
-                raise RankDeparted(Departure(**told["departed"]))
+            if "departed" in reply:
+                raise RankDeparted(Departure(**reply["departed"]))
             failed.pop_all()
-        self._number, self.freed = told["number"], frozenset(told["freed"])
-        self._running = RunningCourier(self._number, told["epoch"], tuple(told["nodes"]), channel, told["pid"],
-                                       frozenset(told["cores"]))  # fmt: skip
+        self._number, self.freed = reply["number"], frozenset(reply["freed"])
+        self._running = RunningCourier(self._number, reply["epoch"], tuple(reply["nodes"]), channel, reply["pid"],
+                                       frozenset(reply["cores"]))  # fmt: skip
         return self._running
 
     def _late(self, timeout_s: float) -> DeadlineExceeded:
-        """The error of a wait for the other ranks."""
         missing: list[int] | None = []
         if self.size > 1:
             try:
@@ -313,8 +310,8 @@ class Couriers:
         if self.size == 1:
             return text or ""
         key = f"shared/{next(self._shared)}"
-        told: str = self.agent.ask("share", timeout_s, key=key, text=text if self.rank == 0 else None)
-        return told
+        shared: str = self.agent.ask("share", timeout_s, key=key, text=text if self.rank == 0 else None)
+        return shared
 
     def wait_for_end(self) -> None:
         """Wait until a rank has announced the end of this epoch, however long that takes.
@@ -393,7 +390,7 @@ class Couriers:
             self.agent.tell("kill")
         elif self._running is not None:
             with contextlib.suppress(OSError):
-                self._running.trainer.shutdown(socket.SHUT_WR)
+                self._running.channel.shutdown(socket.SHUT_WR)
         try:
             self.agent.ask("close", timeout_s, tells=not kill and not self._has_departed)
         except DeadlineExceeded:
@@ -402,7 +399,7 @@ class Couriers:
             pass
         self.agent.close()
         if self._running is not None:
-            self._running.trainer.close()
+            self._running.channel.close()
             self._running = None
 
 

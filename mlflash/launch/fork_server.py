@@ -19,12 +19,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from ..errors import UnsafePath
-from . import mpi_library, mpich_segments
-from .courier_process import NOT_UP, Courier, Inherited, run
+from . import courier_mpi
+from .courier_mpi import SegmentRecord
+from .courier_process import NOT_UP, Courier, CourierEnd, Inherited, run
 from .lines import BadLine, Lines
-from .mpich_segments import SegmentRecord
-from .pmi_server import NodeEpoch, PmiServer
-from .process_mapping import numbered
+from .pmi_server import NodeEpoch, PmiServer, numbered
 
 Entry = Callable[[Courier], object]
 ENDS_S = 6.0
@@ -44,19 +43,10 @@ class Order:
     epoch: str  # the name of its world
     rank: int
     nodes: Sequence[int]  # of each rank, any numbers
-    reads: bool  # whether on each node all ranks can read each other's memory (`cross_memory`)
+    reads: bool  # whether on each node all ranks can read each other's memory (`courier_mpi`)
     cores: frozenset[int]  # on which it runs if possible; empty: those of its trainer
     up_s: float  # how long it may take to initialize MPI
     inherited: Inherited
-
-
-@dataclasses.dataclass(frozen=True)
-class End:
-    """How a courier ended."""
-
-    status: int | None  # None after a signal
-    signal: int | None  # None after an exit
-    why: str | None  # why it was killed; None if it was not
 
 
 class ForkedCourier:
@@ -66,11 +56,11 @@ class ForkedCourier:
     """
 
     def __init__(self, pid: int, order: Order, pmi: PmiServer | None, reports_fd: int, segments: set[str],
-                 up: Callable[[], None], ended: Callable[[End], None]):  # fmt: skip
+                 up: Callable[[], None], ended: Callable[[CourierEnd], None]):  # fmt: skip
         self.pid, self.segments = pid, segments
         self.is_up = pmi is None
         self.why: str | None = None
-        self.end: End | None = None
+        self.end: CourierEnd | None = None
         self._pmi, self._reports_fd, self._reports = pmi, reports_fd, Lines(_LARGEST_NBYTES)
         self._up, self._ended = up, ended
         self._loop = asyncio.get_running_loop()
@@ -87,7 +77,7 @@ class ForkedCourier:
     def kill(self, why: str | None = None) -> None:
         """Kill it. ``why``: a reason for the report of its end, if there is none yet."""
         self.why = self.why or why
-        self.segments |= mpich_segments.mapped_by(self.pid)
+        self.segments |= courier_mpi.mapped_by(self.pid)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
@@ -119,7 +109,7 @@ class ForkedCourier:
             return
         try:
             for report in self._reports.add(reported):
-                self.segments |= {name for name in report["mapped"] if mpich_segments.is_segment(name)}
+                self.segments |= {name for name in report["mapped"] if courier_mpi.is_segment(name)}
                 self.is_up = True
                 if self._timer is not None:
                     self._timer.cancel()
@@ -137,8 +127,8 @@ class ForkedCourier:
             self._timer.cancel()
         if self._pmi is not None:
             self._pmi.close()
-        self.end = End(status if status >= 0 else None, -status if status < 0 else None,
-                       self.why or (self._pmi.error if self._pmi is not None else None))  # fmt: skip
+        why = self.why or (self._pmi.error if self._pmi is not None else None)
+        self.end = CourierEnd(status if status >= 0 else None, -status if status < 0 else None, why)
         self._ended(self.end)
 
 
@@ -162,7 +152,7 @@ class ForkServer:
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
         self._vendor: str | None = None
-        self.found: dict[str, str] = {}  # the variable for couriers that says which MPI they have
+        self.mpi_environment: dict[str, str] = {}  # the variable for couriers that says which MPI they have
         self._used: set[tuple[str, int]] = set()  # epochs and ranks that had a courier
         self._segments: set[str] = set()  # of killed couriers; other processes still map them
         self._record: SegmentRecord | None = None  # for whoever finds them if this process is killed, too
@@ -192,13 +182,13 @@ class ForkServer:
         import mpi4py
 
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
-        library = mpi_library.choose(os.environ)
-        self.found = {} if library is None else {mpi_library.FOUND: library}
-        with _environment(**self.found):
+        library = courier_mpi.library_of(os.environ)
+        self.mpi_environment = {} if library is None else {courier_mpi.CHOSEN: library}
+        with _environment(**self.mpi_environment):
             from mpi4py import MPI
         self._vendor = MPI.get_vendor()[0]
 
-    def fork(self, order: Order, epoch: NodeEpoch | None, up: Callable[[], None], ended: Callable[[End], None]
+    def fork(self, order: Order, epoch: NodeEpoch | None, up: Callable[[], None], ended: Callable[[CourierEnd], None]
              ) -> ForkedCourier:  # fmt: skip
         """Fork a courier. ``epoch``: in which it initializes MPI; None: it has no MPI, and its world is one rank.
 
@@ -210,22 +200,22 @@ class ForkServer:
         if threads != 1:
             raise Refused(f"the agent has {threads} threads, and only one of them would be in the courier")
         self._used.add((order.epoch, order.rank))
-        self._segments = mpich_segments.remove_unmapped(self._segments)
+        self._segments = courier_mpi.remove_unmapped(self._segments)
         node = numbered(order.nodes)[order.rank]
-        segments = mpich_segments.named_after(order.epoch, node) if epoch is not None else set[str]()
+        segments = courier_mpi.named_after(order.epoch, node) if epoch is not None else set[str]()
         if segments:
             self._note(segments)
         with contextlib.ExitStack() as opened, contextlib.ExitStack() as kept:
             reports_fd, reporting_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             kept.callback(os.close, reports_fd)
             opened.callback(os.close, reporting_fd)
-            pmi, its = None, None
+            pmi, pmi_socket = None, None
             if epoch is not None:
-                ours, its = socket.socketpair()
-                opened.callback(its.close)
-                kept.callback(ours.close)
-                pmi = PmiServer(ours, epoch)
-            pid = self._fork(order, reporting_fd, its)
+                server_socket, pmi_socket = socket.socketpair()
+                opened.callback(pmi_socket.close)
+                kept.callback(server_socket.close)
+                pmi = PmiServer(server_socket, epoch)
+            pid = self._fork(order, reporting_fd, pmi_socket)
             try:
                 courier = ForkedCourier(pid, order, pmi, reports_fd, segments, up,
                                         lambda end: self._forget(courier, ended, end))  # fmt: skip
@@ -236,33 +226,33 @@ class ForkServer:
             kept.pop_all()
         return courier
 
-    def _fork(self, order: Order, reporting_fd: int, its: socket.socket | None) -> int:
+    def _fork(self, order: Order, reporting_fd: int, pmi_socket: socket.socket | None) -> int:
         me = os.getpid()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         gc.freeze()  # if the courier collected these objects, it would close its own descriptors
         pid = os.fork()
         if pid == 0:
-            courier = Courier(order.epoch, order.rank, tuple(order.nodes), order.inherited.trainer,
-                              order.inherited.trainer_pidfd, reporting_fd, its is not None, order.inherited.cores,
-                              order.cores)  # fmt: skip
-            run(self._entries[order.entry], courier, order.inherited, its, me, order.reads)
+            inherited = order.inherited
+            courier = Courier(order.epoch, order.rank, tuple(order.nodes), inherited.channel, inherited.trainer_pidfd,
+                              reporting_fd, pmi_socket is not None, inherited.cores, order.cores)  # fmt: skip
+            run(self._entries[order.entry], courier, inherited, pmi_socket, me, order.reads)
         gc.unfreeze()
         return pid
 
-    def _forget(self, courier: ForkedCourier, ended: Callable[[End], None], end: End) -> None:
-        self._segments = mpich_segments.remove_unmapped(self._segments | courier.segments)
+    def _forget(self, courier: ForkedCourier, ended: Callable[[CourierEnd], None], end: CourierEnd) -> None:
+        self._segments = courier_mpi.remove_unmapped(self._segments | courier.segments)
         ended(end)
 
     def _note(self, segments: Collection[str]) -> None:
         """Write down what a courier may leave. Without a directory for that, it is left if all are killed."""
         with contextlib.suppress(OSError, UnsafePath):
             if self._record is None:
-                self._record = SegmentRecord(mpich_segments.SHARED_MEMORY / f"mlflash-{os.geteuid()}")
+                self._record = SegmentRecord(courier_mpi.SHARED_MEMORY / f"mlflash-{os.geteuid()}")
             self._record.add(segments)
 
     def close(self) -> None:
         """Remove what couriers have left, as far as nobody maps it."""
-        mpich_segments.remove_unmapped(self._segments)
+        courier_mpi.remove_unmapped(self._segments)
         if self._record is not None:
             self._record.close()

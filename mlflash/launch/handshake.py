@@ -7,8 +7,8 @@ Another user of a host may listen at a port that is known. Three messages do tha
 3. ``{"proof", ...}``, to the port: another HMAC of the same, and what the process has to say first.
 
 Both cover the address and the port, so that nobody who listens elsewhere can pass them on. A connection that has proved
-nothing is a stranger. A port has only so many of them at a time, each only for so long, because whoever reaches
-a port can connect to it a thousand times and say nothing.
+nothing is a stranger. A port has only so many of them at a time, each only for so long (`Strangers`), because whoever
+reaches a port can connect to it a thousand times and say nothing.
 
 Source: multiprocessing.connection of Python, which has such challenges, for threads.
 """
@@ -20,12 +20,14 @@ import hmac
 import secrets
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from .lines import Connection
 
 STRANGERS = 64
-"""Number of strangers that a port has at a time, if its owner says nothing else."""
+"""Number of strangers that a listener has at a time, if its owner says nothing else."""
+STRANGER_S = 10.0
+"""How long each of them may stay one."""
 _STRANGER_NBYTES = 1 << 12  # of the first message
 _NONCE_NBYTES = 16
 
@@ -72,6 +74,40 @@ async def introduce(connection: Connection, token: str, **hello: Any) -> None:
         raise ConnectionRefusedError(connection.why)
 
 
+class Stranger(Protocol):
+    """A connection whose other end has not said who it is."""
+
+    def close(self) -> None:
+        """End the connection."""
+
+
+class Strangers:
+    """The strangers of a listener: so many at a time, each only for so long. The oldest is closed for the next."""
+
+    def __init__(self, most: int = STRANGERS, patience_s: float = STRANGER_S):
+        self._most, self._patience_s = most, patience_s
+        self._timers: dict[Stranger, asyncio.TimerHandle] = {}  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._timers)
+
+    def add(self, stranger: Stranger) -> None:
+        while len(self._timers) >= self._most:
+            oldest = next(iter(self._timers))
+            self.forget(oldest)
+            oldest.close()
+        self._timers[stranger] = asyncio.get_running_loop().call_later(self._patience_s, stranger.close)
+
+    def forget(self, stranger: Stranger) -> None:
+        """Forget a connection that is no stranger any more, or has ended."""
+        if (timer := self._timers.pop(stranger, None)) is not None:
+            timer.cancel()
+
+    def close(self) -> None:
+        for stranger in list(self._timers):
+            stranger.close()
+
+
 class Port:
     """A port for processes that know a token. `close` it.
 
@@ -84,10 +120,9 @@ class Port:
     """
 
     def __init__(self, token: str, known: Callable[[Connection, dict[str, Any]], None], largest_nbytes: int,
-                 strangers: int = STRANGERS, stranger_s: float = 10.0):  # fmt: skip
+                 strangers: int = STRANGERS, stranger_s: float = STRANGER_S):  # fmt: skip
         self._token, self._known, self._largest_nbytes = token, known, largest_nbytes
-        self._most, self._stranger_s = strangers, stranger_s
-        self._strangers: dict[Connection, asyncio.TimerHandle] = {}  # oldest first
+        self._most, self._strangers = strangers, Strangers(strangers, stranger_s)
         self._server: asyncio.Server | None = None
         self.address: tuple[str, int] = ("", 0)
 
@@ -100,21 +135,14 @@ class Port:
         listener.listen(1 << 14)
 
     def close(self) -> None:
-        """Accept no more connections, and close the strangers."""
         if self._server is not None:
             self._server.close()
-        for stranger in list(self._strangers):
-            stranger.close()
+        self._strangers.close()
 
     def _accept(self) -> Connection:
-        stranger = Connection(lambda message: self._challenge(stranger, message), lambda why: self._forget(stranger),
-                              _STRANGER_NBYTES)  # fmt: skip
-        while len(self._strangers) >= self._most:
-            oldest = next(iter(self._strangers))
-            self._forget(oldest)
-            oldest.close()
-        loop = asyncio.get_running_loop()
-        self._strangers[stranger] = loop.call_later(self._stranger_s, stranger.close)
+        stranger = Connection(lambda message: self._challenge(stranger, message),
+                              lambda why: self._strangers.forget(stranger), _STRANGER_NBYTES)  # fmt: skip
+        self._strangers.add(stranger)
         return stranger
 
     def _challenge(self, stranger: Connection, hello: Any) -> None:
@@ -130,10 +158,6 @@ class Port:
         given = hello["proof"] if isinstance(hello, dict) else ""
         if not _is_proof(given, self._token, "process", place, nonce, own):
             raise ValueError("it does not know the token")
-        self._forget(stranger)
+        self._strangers.forget(stranger)
         stranger.lines.largest_nbytes = self._largest_nbytes
         self._known(stranger, hello)
-
-    def _forget(self, stranger: Connection) -> None:
-        if (timer := self._strangers.pop(stranger, None)) is not None:
-            timer.cancel()

@@ -5,7 +5,7 @@ The agent of each node has one connection, whose ends prove that they know the t
 | message                                          | what happens                                                |
 |--------------------------------------------------|-------------------------------------------------------------|
 | ``{"id", "do": "seat", "rank", "member"}``       | answered ``{"id", "is": true}``: this agent has that rank   |
-| ``{"do": "join", "rank", "last", "mine"}``       | the rank wants an epoch after number ``last``               |
+| ``{"do": "join", "rank", "last", "facts"}``      | the rank wants an epoch after number ``last``               |
 | ``{"id", "do": "withdraw", "rank", "member",``   | it does not wait for one any more, whether it has joined or |
 | ``"joined"}``                                    | was about to. Answered with the ranks that have not joined, |
 |                                                  | [] if an epoch has begun                                    |
@@ -31,10 +31,10 @@ import secrets
 import socket
 from typing import Any
 
-from . import cross_memory
+from .courier_mpi import can_all_read
 from .handshake import STRANGERS, Port
 from .lines import Connection, pack
-from .process_mapping import blocks
+from .pmi_server import blocks
 
 _LARGEST_NBYTES = 1 << 26  # of a message: what the ranks of a node have put
 
@@ -71,11 +71,9 @@ class Hub:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens."""
         return self._port.address
 
     async def listen(self, listener: socket.socket) -> None:
-        """Accept nodes, from now on."""
         await self._port.listen(listener)
 
     def depart(self, departure: dict[str, Any]) -> None:
@@ -101,8 +99,8 @@ class Hub:
             return
         self._nodes.remove(node)
         # The epoch goes on: if the whole node is lost, the others have nobody to begin another one with.
-        for rank, (its, member) in list(self._seats.items()):
-            if its is node:
+        for rank, (connection, member) in list(self._seats.items()):
+            if connection is node:
                 self._seats[rank] = None, member
                 self._joined.pop(rank, None)
 
@@ -110,8 +108,8 @@ class Hub:
         match message:
             case {"do": "seat", "id": number, "rank": int(rank), "member": str(member)}:
                 node.send({"id": number} | self._seat(node, rank, member))
-            case {"do": "join", "rank": int(rank), "last": int(last), "mine": list(mine)}:
-                self._join(node, rank, last, mine)
+            case {"do": "join", "rank": int(rank), "last": int(last), "facts": list(facts)}:
+                self._join(node, rank, last, facts)
             case {"do": "withdraw", "id": number, "rank": int(rank), "member": str(member), "joined": bool(joined)}:
                 has_begun = not self._is_member(rank, member) or (self._joined.pop(rank, None) is None and joined)
                 missing = [] if has_begun else sorted({*range(self.size)} - self._joined.keys() - {rank})
@@ -152,27 +150,27 @@ class Hub:
 
     # Epochs
 
-    def _join(self, node: Connection, rank: int, last: int, mine: list[Any]) -> None:
+    def _join(self, node: Connection, rank: int, last: int, facts: list[Any]) -> None:
         if self._departed is not None:
             node.send({"departed": self._departed})
             return
         if self._seats.get(rank, (None, ""))[0] is not node:
             raise ValueError(f"rank {rank} has no seat on this node")
-        self._joined[rank] = last, mine
+        self._joined[rank] = last, facts
         if len(self._joined) == self.size:
             self._begin()
 
     def _begin(self) -> None:
         """Begin an epoch, which all ranks want. Its number follows the last one that any of them knows."""
-        told = [self._joined[rank] for rank in range(self.size)]
-        number = max(last for last, _ in told) + 1
+        joined = [self._joined[rank] for rank in range(self.size)]
+        number = max(last for last, _ in joined) + 1
         numbers: dict[str, int] = {}
-        nodes = [numbers.setdefault(node, len(numbers)) for _, (node, _, _) in told]
+        nodes = [numbers.setdefault(node, len(numbers)) for _, (node, _, _) in joined]
         self._epoch, self._fences, self._joined = new_epoch_name(number), {}, {}
         self._tell_all({"epoch": {
             "name": self._epoch, "number": number, "blocks": blocks(nodes),
-            "reads": cross_memory.is_whole(nodes, [reach for _, (_, reach, _) in told]),
-            "freed": sorted({one for _, (_, _, freed) in told for one in freed}),
+            "reads": can_all_read(nodes, [reach for _, (_, reach, _) in joined]),
+            "freed": sorted({name for _, (_, _, freed) in joined for name in freed}),
         }})  # fmt: skip
 
     def _fence(self, node: Connection, epoch: str, number: int, ranks: int, puts: dict[str, str]) -> None:
@@ -185,8 +183,8 @@ class Hub:
         if fence.ranks == self.size:
             del self._fences[number]
             line = pack({"fenced": epoch, "number": number, "puts": fence.puts})
-            for one in fence.nodes:
-                one.send_packed(line)
+            for node in fence.nodes:
+                node.send_packed(line)
 
     def _end_epoch(self, epoch: str) -> None:
         if epoch and epoch == self._epoch:

@@ -31,39 +31,39 @@ def chosen(environment: Mapping[str, str], names: Sequence[str] | None = None) -
     """
     names = [name for _, name in socket.if_nameindex()] if names is None else names
     for variable in (OWN, "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        said = environment.get(variable, "").strip()
-        if not said:
+        value = environment.get(variable, "").strip()
+        if not value:
             continue
-        found = _matching(f"={said}" if variable.startswith("GLOO") else said, names)
-        if not found and variable == OWN:
+        matching = _matching(f"={value}" if variable.startswith("GLOO") else value, names)
+        if not matching and variable == OWN:
             raise WorldMismatch(
-                f"{OWN} names no network interface of this host", expected=said[:80], found=", ".join(names)
+                f"{OWN} names no network interface of this host", expected=value[:80], found=", ".join(names)
             )
-        return found or None
+        return matching or None
     return None
 
 
-def _matching(said: str, names: Sequence[str]) -> list[str]:
-    is_without = said.startswith("^")
-    said = said.removeprefix("^")
-    is_whole = said.startswith("=")
-    words = [word.strip() for word in said.removeprefix("=").split(",") if word.strip()]
+def _matching(pattern: str, names: Sequence[str]) -> list[str]:
+    is_without = pattern.startswith("^")
+    pattern = pattern.removeprefix("^")
+    is_whole = pattern.startswith("=")
+    words = [word.strip() for word in pattern.removeprefix("=").split(",") if word.strip()]
     meant = {name for name in names for word in words if name == word or (not is_whole and name.startswith(word))}
     return [name for name in names if (name in meant) != is_without and (name != "lo" or name in words)]
 
 
 def addresses(name: str) -> list[str]:
     """The numeric addresses of an interface, IPv4 first, without link-local ones."""
-    found = []
+    numeric = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        found.append(socket.inet_ntoa(answer[20:24]))
+        numeric.append(socket.inet_ntoa(answer[20:24]))
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            figures, *_, its = line.split()
-            if its == name:
-                found.append(str(ipaddress.IPv6Address(bytes.fromhex(figures))))
-    return [address for address in found if not ipaddress.ip_address(address).is_link_local]
+            figures, *_, interface = line.split()
+            if interface == name:
+                numeric.append(str(ipaddress.IPv6Address(bytes.fromhex(figures))))
+    return [address for address in numeric if not ipaddress.ip_address(address).is_link_local]
 
 
 def for_mpi(environment: Mapping[str, str], fabrics: Sequence[str] = _OF_FABRICS) -> dict[str, str]:
@@ -74,12 +74,12 @@ def for_mpi(environment: Mapping[str, str], fabrics: Sequence[str] = _OF_FABRICS
     WorldMismatch as `chosen` does.
     """
     has_fabric = any(Path(path).is_dir() and any(Path(path).iterdir()) for path in fabrics)
-    told: dict[str, str] = {} if has_fabric else {"FI_PROVIDER": "tcp"}
+    variables: dict[str, str] = {} if has_fabric else {"FI_PROVIDER": "tcp"}
     names = chosen(environment)
     if names is not None:
-        told["FI_TCP_IFACE"] = names[0]
-        told |= {} if has_fabric else {"UCX_NET_DEVICES": ",".join(names)}
-    return {name: value for name, value in told.items() if name not in environment}
+        variables["FI_TCP_IFACE"] = names[0]
+        variables |= {} if has_fabric else {"UCX_NET_DEVICES": ",".join(names)}
+    return {name: value for name, value in variables.items() if name not in environment}
 
 
 _LOOPBACK = "127.0.0.1"
@@ -117,10 +117,10 @@ def _candidates(environment: Mapping[str, str]) -> Iterator[str]:
 
 def _meanings(host: str) -> list[str]:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        results = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return [str(address[0]) for *_, address in found]
+    return [str(address[0]) for *_, address in results]
 
 
 def speaking_to(host: str) -> list[str]:

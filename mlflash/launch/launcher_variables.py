@@ -72,16 +72,16 @@ def launched(environment: Mapping[str, str]) -> Launched:
         srun = _read(environment, "srun", "SLURM_PROCID", ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"], "SLURM_LOCALID")
     if prterun is not None or "HYDI_CONTROL_FD" in environment:
         srun = None  # it only started the daemons of that launcher, one per node
-    found = [one for one in (srun, prterun, hydra, torch) if one is not None]
-    for other in found[1:]:
-        _compare(found[0], other)
-    if not found and "PMI_PORT" in environment and "PMI_ID" in environment:
+    descriptions = [each for each in (srun, prterun, hydra, torch) if each is not None]
+    for other in descriptions[1:]:
+        _compare(descriptions[0], other)
+    if not descriptions and "PMI_PORT" in environment and "PMI_ID" in environment:
         raise WorldMismatch(
             "hydra did not tell this process its rank and the number of ranks: start mpiexec without -pmi-port",
             expected="PMI_RANK and PMI_SIZE",
             found=f"PMI_PORT={environment['PMI_PORT'][:80]}",
         )
-    return found[0] if found else Launched(0, 1, 0, "none")
+    return descriptions[0] if descriptions else Launched(0, 1, 0, "none")
 
 
 def is_on_one_host(environment: Mapping[str, str], me: Launched) -> bool:
@@ -158,11 +158,11 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _compare(one: Launched, other: Launched) -> None:
-    if (one.rank, one.size) != (other.rank, other.size):
+def _compare(first: Launched, other: Launched) -> None:
+    if (first.rank, first.size) != (other.rank, other.size):
         raise WorldMismatch(
-            f"the variables of {one.launcher} and of {other.launcher} contradict each other about this process: unset "
-            "those that do not belong to it",
-            expected=f"rank {one.rank} of {one.size} ({one.launcher})",
+            f"the variables of {first.launcher} and of {other.launcher} contradict each other about this process: "
+            "unset those that do not belong to it",
+            expected=f"rank {first.rank} of {first.size} ({first.launcher})",
             found=f"rank {other.rank} of {other.size} ({other.launcher})",
         )

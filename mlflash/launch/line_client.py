@@ -99,7 +99,6 @@ class LineClient:
         return answer["is"]
 
     def close(self) -> None:
-        """End the connection."""
         self.why = self.why or "it was closed here"
         with contextlib.suppress(OSError):  # closing is not enough where another process has it open, too
             self._sock.shutdown(socket.SHUT_RDWR)

@@ -31,7 +31,7 @@ class Lines:
 
     def __init__(self, largest_nbytes: int):
         self.largest_nbytes = largest_nbytes
-        self._begun = bytearray()
+        self._partial = bytearray()
 
     def add(self, received: bytes) -> Iterator[Any]:
         """Yield the messages that are complete with these bytes.
@@ -40,16 +40,16 @@ class Lines:
             BadLine: the rest of the stream cannot be read.
         """
         first, *others = received.split(b"\n")
-        self._begun += first
+        self._partial += first
         for rest in others:
-            line, self._begun = self._begun, bytearray(rest)
+            line, self._partial = self._partial, bytearray(rest)
             self._check(line)
             try:
                 message = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise BadLine(f"bytes that are no JSON: {bytes(line[:80])!r}") from error
             yield message
-        self._check(self._begun)
+        self._check(self._partial)
 
     def _check(self, line: bytearray) -> None:
         if len(line) > self.largest_nbytes:
@@ -86,7 +86,6 @@ class Connection(asyncio.Protocol):
         return f"{name[0].removeprefix('::ffff:').partition('%')[0]} {name[1]}"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_PART_NBYTES)
         if not self.is_open and not self._is_ending:  # it was closed before
@@ -102,7 +101,6 @@ class Connection(asyncio.Protocol):
         self._send()
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         try:
             for message in self.lines.add(data):
                 if not self.is_open:
@@ -112,7 +110,6 @@ class Connection(asyncio.Protocol):
             self.close(f"it sent something senseless: {error!r:.200}")
 
     def connection_lost(self, error: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         self.is_open = False
         self.lost(str(error) if error is not None else self.why)
 
@@ -140,11 +137,9 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def pause_writing(self) -> None:
-        """See `asyncio.Protocol`."""
         self._is_writable = False
 
     def resume_writing(self) -> None:
-        """See `asyncio.Protocol`."""
         self._is_writable = True
         self._send()
 

@@ -81,12 +81,12 @@ def opened(directory: Path) -> Iterator[str]:
     except OSError as error:
         raise UnsafePath(f"{directory} cannot be opened as a directory: {error.strerror}") from error
     try:
-        found = os.fstat(fd)
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise UnsafePath(
                 f"{directory} must belong to this user, and nobody else may enter it",
                 expected=f"user {os.geteuid()}, mode 700",
-                found=f"user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}",
+                found=f"user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}",
             )
         yield f"/proc/self/fd/{fd}"
     finally:

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from ..errors import DeadlineExceeded, MpiUnavailable, WorldMismatch
 from .launcher_variables import Launched
-from .pmi_lines import PmiError, parse
+from .pmi_server import PmiError, parse
 from .program_mpi import uses_mpi
 
 _KEY = "mlflash-rendezvous"
@@ -159,8 +159,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         if sys.modules["mpi4py"].rc.initialize:
             _refuse()
         finders = [finder for finder in sys.meta_path if finder is not self]
-        found = (finder.find_spec(name, path, target) for finder in finders)
-        spec = next((one for one in found if one is not None), None)
+        specs = (finder.find_spec(name, path, target) for finder in finders)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec

@@ -20,7 +20,13 @@ what PMI-1 promises. At a barrier a node says only once that its ranks have come
 
 MPI names its shared memory after the epoch. So a name must never have been used before, or MPI_Init hangs.
 
-Source: MPICH, src/pmi/src/pmi_wire.c; what MPICH 5.0.2 actually sends.
+A process also asks which node each rank is on: ``(vector,(node,nodes,ranks per node),...)``. A block ``(2,3,4)`` means
+that the next four ranks are on node 2, then four on node 3 and four on node 4. If there are more ranks than the blocks
+describe, the blocks are repeated. MPICH does this only if the first block begins at node 0, so nodes are numbered here
+in the order in which they first appear. Example: the nodes 7 7 9 9 9 are ``(vector,(0,1,2),(1,1,3))``, and 7 9 7 9 are
+``(vector,(0,2,1))``.
+
+Source: MPICH, src/pmi/src/pmi_wire.c and src/mpl/src/mpl_rankmap.c; what MPICH 5.0.2 actually sends.
 """
 
 from __future__ import annotations
@@ -28,13 +34,15 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 from .courier_process import ABORTS
-from .pmi_lines import PmiError, parse
-from .process_mapping import mapping
 
 _NAME_LENGTH, _KEY_LENGTH, _VALUE_LENGTH = 256, 64, 1024
 _LINE_LENGTH = 4096
+_WORD = re.compile(r"([A-Za-z0-9_-]+)(?:=((?:[^\s\\]|\\[^\n])*))?")  # after a backslash, a space is part of a word
+_LONGEST = 128  # longest repeated sequence of blocks that is tried; more do not fit into a value of PMI
 
 Fence = Callable[[int, dict[str, str]], None]
 """Says that all ranks of this node have come to a barrier, by its number, and what they have put before."""
@@ -59,7 +67,6 @@ class NodeEpoch:
         self._up = 0
 
     def put(self, key: str, value: str) -> None:
-        """Keep what a rank puts until the next barrier."""
         self._puts[key] = value
 
     def get(self, key: str) -> str | None:
@@ -212,3 +219,89 @@ class PmiServer:
     def _fail(self, why: str) -> None:
         self.error = self.error or why
         self.close()
+
+
+# The lines of PMI-1, which a server and a client of it read
+
+
+class PmiError(ValueError):
+    """Somebody has sent something that is not PMI-1, or too much of it."""
+
+
+def parse(line: bytes) -> dict[str, str]:
+    """Split a line into its words. Values stay as they were written, with their backslashes.
+
+    Raises:
+        PmiError: it does not follow the protocol.
+    """
+    try:
+        text = line.decode("ascii")
+    except UnicodeDecodeError:
+        raise PmiError(f"bytes that are no text: {line[:80]!r}") from None
+    words: dict[str, str] = {}
+    at = 0
+    while at < len(text):
+        if text[at] == " ":
+            at += 1
+            continue
+        word = _WORD.match(text, at)
+        if word is None or (word.end() < len(text) and text[word.end()] != " "):
+            raise PmiError(f"words that are not key=value: {line[:80]!r}")
+        words[word[1]] = word[2] or ""
+        at = word.end()
+    if not text.startswith("cmd="):
+        raise PmiError(f"a line without a command: {line[:80]!r}")
+    return words
+
+
+# Which node each rank is on
+
+
+class Block(NamedTuple):
+    """Consecutive nodes with the same number of ranks each."""
+
+    node: int
+    nodes: int
+    ranks: int
+
+
+def numbered(nodes: Sequence[int]) -> list[int]:
+    """Number nodes from 0 in the order in which they first appear.
+
+    Args:
+        nodes: of each rank, any numbers `(ranks)`.
+    """
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(node, len(numbers)) for node in nodes]
+
+
+def blocks(nodes: Sequence[int]) -> tuple[Block, ...]:
+    """Describe which node each rank is on, by as few blocks as a single pass finds.
+
+    Args:
+        nodes: of each rank, any numbers `(ranks)`.
+    """
+    renumbered = numbered(nodes)
+    described: list[Block] = []
+    for node, ranks in groupby(renumbered):
+        count = len(list(ranks))
+        last = described[-1] if described else None
+        if last and last.ranks == count and last.node + last.nodes == node:
+            described[-1] = Block(last.node, last.nodes + 1, count)
+        else:
+            described.append(Block(node, 1, count))
+    for length, block in enumerate(described[1:_LONGEST], 1):
+        if block.node == 0 and nodes_of(described[:length], len(nodes)) == renumbered:
+            return tuple(described[:length])
+    return tuple(described)
+
+
+def nodes_of(described: Sequence[Block], size: int) -> list[int]:
+    """The node of each rank, as MPI reads these blocks."""
+    once = [block.node + i for block in described for i in range(block.nodes) for _ in range(block.ranks)]
+    return (once * (size // max(1, len(once)) + 1))[:size]
+
+
+def mapping(nodes: Sequence[int]) -> str:
+    """The node of each rank, as the value of PMI_process_mapping."""
+    return f"(vector,{','.join('({},{},{})'.format(*block) for block in blocks(nodes))})"

@@ -2,12 +2,12 @@
 
 They use the first of these ways that the job has:
 
-1. torch.distributed, if the program has initialized it: its store, of whatever kind (`torch_store`);
+1. torch.distributed, if the program has initialized it: its store, of whatever kind;
 2. PMI-1 of the launcher (`pmi_client`): mpiexec of MPICH and of Intel MPI, ``srun --mpi=pmi2``. MPI can be started by
    it no more then (`refuse_mpi`);
 3. MASTER_ADDR and MASTER_PORT: the agent of rank 0 listens on the first free one of 16 ports that follow from
    MASTER_PORT (torch or torchrun listens on MASTER_PORT itself, and other jobs of the host on the ports after it). Its
-   token follows from a secret that only this user knows (`secret`);
+   token follows from a secret that only this user knows (`token_of`);
 4. a file in a private directory, if all ranks are on one host and the launcher has a name for the launch: prterun and
    srun.
 
@@ -20,29 +20,36 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import datetime
 import functools
+import hmac
 import os
 import secrets
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import DeadlineExceeded, WorldMismatch
-from . import pmi_client, torch_store
+from ..errors import DeadlineExceeded, UnsafePath, WorldMismatch
+from . import pmi_client
 from .launcher_variables import Launched, is_on_one_host, launched, name_of_launch
 from .own_process import opened
 from .pmi_client import refuse_mpi
-from .secret import token_of
 
+TOKEN = "MLFLASH_TOKEN"
+"""The variable with the secret that only one user knows, on all nodes. Its value is the same on all ranks."""
+_TOKEN_FILE = "token"
 _PORTS = 16
 _BELOW = 7000
 """How far the ports are below MASTER_PORT, which usually is 29500. Jobs of a host count upward from there, toward the
 ports that the kernel gives to connections."""
 _LAST_RESERVED = 1023  # only root may use ports up to this one
 _PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.2
+_STORE_PREFIX = "mlflash"
+_STORE_PAUSE_S, _LONGEST_STORE_PAUSE_S = 0.001, 0.05
 _HELP = (
     "set MASTER_ADDR to the name of rank 0's host and MASTER_PORT to a free port, the same on all ranks, or call "
     "torch.distributed.init_process_group before"
@@ -67,7 +74,6 @@ class Ports:
 
     @property
     def ports(self) -> list[int]:
-        """The ports, in the order in which they are tried."""
         return list(dict.fromkeys(port for _, port in self.places))
 
 
@@ -127,7 +133,7 @@ def meeting_of(environment: Mapping[str, str], me: Launched, directory: Path | N
     torch = _torch_distributed()
     if torch is not None:
         store = torch.distributed_c10d._get_default_store()
-        share = functools.partial(torch_store.share, torch, store, me.rank, me.size)
+        share = functools.partial(share_by_store, torch, store, me.rank, me.size)
         return Meeting(me, "the store of torch.distributed", timeout_s, share)
     if me.launcher in ("hydra", "srun") and pmi_client.has_pmi(environment, me):
         return Meeting(me, f"the PMI of {me.launcher}", timeout_s, functools.partial(_by_pmi, environment, me))
@@ -167,10 +173,10 @@ def _ports(environment: Mapping[str, str], me: Launched, directory: Path | None)
         raise WorldMismatch("MASTER_PORT is no port", expected="1 to 65535", found=port[:80])
     ports = ports_of(int(port))
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        results = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise WorldMismatch(f"MASTER_ADDR is no host: {error}", rank=me.rank, found=host[:80]) from error
-    addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+    addresses = list(dict.fromkeys(str(address[0]) for *_, address in results))
     one_host = is_on_one_host(environment, me)
     token = token_of(environment, directory if one_host else None, port, str(me.size),
                      environment.get("TORCHELASTIC_RUN_ID", ""))  # fmt: skip
@@ -220,3 +226,132 @@ def _remove(path: Path, owner: int) -> None:
 def new_token() -> str:
     """Make a token, which only those know that are given it."""
     return secrets.token_hex(16)
+
+
+# The secret of this user
+
+
+def token_of(environment: Mapping[str, str], directory: Path | None, *launch: str) -> str:
+    """The token of a launch: 32 hexadecimal digits that follow from the secret and from what all its ranks know.
+
+    The secret is ``MLFLASH_TOKEN``, which `mlflash run` sets, or else a file that only this user can read: in the home
+    directory, which the nodes of a cluster share, or, for ranks of one host, in this user's directory in memory.
+
+    ``directory``: private to this user, where all ranks can look; None: the home directory. Raises UnsafePath: others
+    can read the secret, or it cannot be kept.
+    """
+    secret = environment.get(TOKEN) or _secret_in(directory or Path.home() / ".config" / "mlflash")
+    return hmac.new(secret.encode(), "\0".join(launch).encode(), "sha256").hexdigest()[:32]
+
+
+def _secret_in(directory: Path) -> str:
+    try:
+        with opened(directory) as folder:
+            path = f"{folder}/{_TOKEN_FILE}"
+            with contextlib.suppress(FileExistsError):
+                _make_secret(path)
+            with open(path) as file:
+                status = os.fstat(file.fileno())
+                if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                    raise UnsafePath(f"{directory / _TOKEN_FILE} must belong to this user, and nobody else may read it",
+                                     expected=f"user {os.geteuid()}, mode 600",
+                                     found=f"user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}")  # fmt: skip
+                return file.read()
+    except OSError as error:
+        raise UnsafePath(f"the secret by which ranks know each other cannot be kept in {directory}: {error}. Set "
+                         f"{TOKEN} to the same text on all ranks") from error  # fmt: skip
+
+
+def _make_secret(path: str) -> None:
+    """Make the file, at once with what it contains: another rank may do the same. Raises FileExistsError."""
+    if os.path.exists(path):
+        return
+    new = f"{path}.{secrets.token_hex(4)}"
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    try:
+        os.link(new, path)
+    finally:
+        os.unlink(new)
+
+
+# A store of torch.distributed
+
+
+def share_by_store(torch: Any, store: Any, rank: int, size: int, text: str | None, timeout_s: float) -> str:
+    """Give rank 0's text to all ranks, by a store that all reach. Collective.
+
+    A store may survive a launch, as that of torchrun does when it starts its workers again, and then contain what dead
+    ranks wrote. So every rank asks with a random word that it has just made, gets its answer under that word, and
+    confirms with the word that rank 0 has made:
+
+    | key below ``mlflash/`` | written by | holds                                 |
+    |------------------------|------------|---------------------------------------|
+    | ``ask/RANK``           | each rank  | its word                              |
+    | ``answer/WORD``        | rank 0     | the word of rank 0, a space, the text |
+    | ``got/WORD``           | that rank  | the word of rank 0                    |
+
+    Rank 0 reads what a rank asks until that rank has confirmed, deletes all three keys, and returns when all have.
+
+    ``torch`` is the module torch.distributed. Raises DeadlineExceeded: some ranks have not come, or the store is lost.
+    """
+    prefixed = torch.PrefixStore(_STORE_PREFIX, store)
+    try:
+        if text is None:
+            return _ask_rank_0(prefixed, rank, timeout_s)
+        missing = _answer_ranks(prefixed, size, text, timeout_s)
+    except RuntimeError as error:  # torch's errors of a store that is late or lost are RuntimeErrors, too
+        raise DeadlineExceeded(
+            f"waited {timeout_s:g} s for rank 0 to put into the store of torch.distributed where its agent is: "
+            f"{str(error).splitlines()[0]}",
+            rank=rank,
+            ranks=[0],
+        ) from error
+    if missing:
+        raise DeadlineExceeded(
+            f"waited {timeout_s:g} s for the other ranks to ask rank 0, through the store of torch.distributed, where "
+            f"its agent is: {len(missing)} of {size} have not come",
+            rank=0,
+            ranks=missing,
+        )
+    return text
+
+
+def _ask_rank_0(store: Any, rank: int, timeout_s: float) -> str:
+    word = secrets.token_hex(8)
+    store.set(f"ask/{rank}", word)
+    store.wait([f"answer/{word}"], datetime.timedelta(seconds=timeout_s))
+    word_of_rank_0, _, text = _value(store, f"answer/{word}").partition(" ")
+    store.set(f"got/{word}", word_of_rank_0)
+    return text
+
+
+def _answer_ranks(store: Any, size: int, text: str, timeout_s: float) -> list[int]:
+    """Answer all other ranks; return those that have not come."""
+    end, pause_s, own_word = time.monotonic() + timeout_s, _STORE_PAUSE_S, secrets.token_hex(8)
+    words: dict[int, str] = dict.fromkeys(range(1, size), "")  # for ranks without confirmation: the word answered last
+    while words:
+        before = len(words)
+        for rank, word in list(words.items()):
+            if word and _value(store, f"got/{word}") == own_word:
+                _delete(store, [f"ask/{rank}", f"answer/{word}", f"got/{word}"])
+                del words[rank]
+            elif (asked := _value(store, f"ask/{rank}")) != word:
+                store.set(f"answer/{asked}", f"{own_word} {text}")
+                words[rank] = asked
+        if time.monotonic() >= end:
+            break
+        pause_s = _STORE_PAUSE_S if len(words) < before else min(2 * pause_s, _LONGEST_STORE_PAUSE_S)
+        time.sleep(pause_s)
+    return sorted(words)
+
+
+def _value(store: Any, key: str) -> str:
+    """The value of a key; "" if it does not exist."""
+    return bytes(store.get(key)).decode("ascii") if store.check([key]) else ""
+
+
+def _delete(store: Any, keys: list[str]) -> None:
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can
+        for key in keys:
+            store.delete_key(key)

@@ -2,9 +2,9 @@
 
 The first message of its connection has, besides three descriptors (standard output, standard error, and a pidfd of the
 trainer): ``entry`` (``module:function`` of its couriers), ``mpi`` (whether they may initialize MPI), ``environment``,
-``directory``, ``umask``, ``cores`` (on which the trainer runs), ``pid`` and ``seat`` (its cores, for `courier_cores`;
-"" if couriers run on those of their trainers). It is answered with ``seat``, a number, ``vendor``, the MPI of couriers,
-and ``pid``, or with ``error``. Then come questions with ``id`` and ``do``:
+``directory``, ``umask``, ``cores`` (on which the trainer runs), ``pid`` and ``rank_cores`` (for `courier_cores`; "" if
+couriers run on those of their trainers). It is answered with ``seat``, a number, ``vendor``, the MPI of couriers, and
+``pid``, or with ``error``. Then come questions with ``id`` and ``do``:
 
 | ``do``         | more fields                       | the answer                                                     |
 |----------------|-----------------------------------|----------------------------------------------------------------|
@@ -12,7 +12,7 @@ and ``pid``, or with ``error``. Then come questions with ``id`` and ``do``:
 |                | ``size``                          | port of the first host that is one of this machine             |
 | ``"meet"``     | ``rank`` ``size`` ``member``      | ``[host, port]``: the hub has given the rank its seat, at the  |
 |                | ``places`` ``token`` ``within_s`` | first of these places where it is                              |
-| ``"next"``     | ``channel`` ``last`` ``mine``     | the epoch and the courier that was forked, see `_fork`, or     |
+| ``"next"``     | ``channel`` ``last`` ``facts``    | the epoch and the courier that was forked, see `_fork`, or     |
 |                | ``within_s`` ``up_s``             | ``departed``                                                   |
 | ``"withdraw"`` |                                   | it does not wait for the next epoch any more. The ranks that   |
 |                |                                   | have not joined; null: the hub does not answer                 |
@@ -32,19 +32,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import socket
 from typing import TYPE_CHECKING, Any
 
 from ..memory.process_names import name_of_courier
 from . import courier_cores
-from .courier_process import Inherited
-from .fork_server import ENDS_S, End, ForkedCourier, Order, Refused
+from .courier_process import CourierEnd, Inherited
+from .fork_server import ENDS_S, ForkedCourier, Order, Refused
 from .handshake import STRANGERS
 from .hub import Hub, new_epoch_name
+from .hub_connection import Departed, Epoch, HubConnection, HubLost, NobodyThere
 from .lines import Connection, listener_at
 from .own_process import allow
-from .world import Begun, Departed, HubLost, NobodyThere, World
 
 if TYPE_CHECKING:
     from .agent import Agent
@@ -64,12 +65,12 @@ class Seat:
         out, err, self._trainer_pidfd = descriptors
         self._output, self._hello = (out, err), hello
         self.vendor = agent.forks.prepare(hello["entry"], hello["mpi"])
-        self.rank, self.member, self.cores = 0, "", str(hello["seat"])
+        self.rank, self.member, self.cores = 0, "", str(hello["rank_cores"])
         self._channels: dict[int, asyncio.Future[socket.socket]] = {}  # by number: to its couriers
         self._connection: Connection | None = None
-        self._world: World | None = None
+        self._to_hub: HubConnection | None = None
         self._hub: Hub | None = None
-        self._next: asyncio.Future[Begun] | None = None  # the epoch that the trainer waits for
+        self._next: asyncio.Future[Epoch] | None = None  # the epoch that the trainer waits for
         self._wanted = 0  # the channel of the courier that it waits for
         self._has_joined = False  # the epoch of that courier
         self._courier: ForkedCourier | None = None
@@ -81,7 +82,6 @@ class Seat:
         self._loop.add_reader(self._trainer_pidfd, self._lose_trainer, "it has ended")
 
     def attach(self, connection: Connection) -> None:
-        """Answer what comes on a connection from now on."""
         self._connection = connection
         connection.heard, connection.lost = self._take, self._lose_trainer
 
@@ -110,13 +110,11 @@ class Seat:
             self._connection.send(message)
 
     def log(self, text: str) -> None:
-        """Let the trainer log an error."""
         self._say({"log": text})
 
     # The hub
 
     async def do_serve(self, hosts: list[str], ports: list[int], token: str, size: int) -> list[Any]:
-        """Be the hub of so many ranks."""
         if why_not := allow(size + _OTHER_DESCRIPTORS + STRANGERS):
             raise Refused(f"the agent of rank 0 {why_not}")
         why: OSError | None = None
@@ -133,48 +131,44 @@ class Seat:
 
     async def do_meet(self, rank: int, size: int, member: str, places: list[list[Any]], token: str, within_s: float
                       ) -> list[Any]:  # fmt: skip
-        """Find the hub, and take a seat there."""
         self.rank, self.member = rank, member
         end, pause_s, limit_s, why = self._loop.time() + within_s, _PAUSE_S, _ATTEMPT_S, ""
         while self._loop.time() < end:
             for host, port in places:
-                world = self._agent.world((host, port), token, size)
+                to_hub = self._agent.hub_connection((host, port), token, size)
                 try:
-                    await asyncio.wait_for(world.enter(self), max(0.0, min(limit_s, end - self._loop.time())))
+                    await asyncio.wait_for(to_hub.enter(self), max(0.0, min(limit_s, end - self._loop.time())))
                     if self._is_over:
-                        world.leave(self)
-                    self._world = world
+                        to_hub.leave(self)
+                    self._to_hub = to_hub
                     return [host, port]
                 except NobodyThere as error:
                     why = why or str(error)
                 except (HubLost, Refused, asyncio.TimeoutError) as error:
-                    why = str(error) or f"{world} does not answer"
+                    why = str(error) or f"{to_hub} does not answer"
             await asyncio.sleep(pause_s)
             pause_s, limit_s = min(2 * pause_s, _LONGEST_PAUSE_S), 2 * limit_s
         raise HubLost(why)
 
     async def do_share(self, key: str, text: str | None) -> str:
-        """Give rank 0's text to all."""
-        world = self._met()
+        to_hub = self._hub_connection()
         if text is not None:
-            world.tell("share", key=key, text=text)
+            to_hub.tell("share", key=key, text=text)
             return text
-        shared: str = await world.ask("shared", key=key)
+        shared: str = await to_hub.ask("shared", key=key)
         return shared
 
     async def do_over(self, epoch: str) -> bool:
-        """Tell all ranks that an epoch is over."""
         self._end_epoch(epoch)
         return True
 
     def _end_epoch(self, epoch: str) -> None:
-        if self._world is None:
+        if self._to_hub is None:
             self.over(epoch)
         else:
-            self._world.tell("over", epoch=epoch)
+            self._to_hub.tell("over", epoch=epoch)
 
     async def do_depart(self, why: str, ends_job: bool) -> bool:
-        """Tell all ranks that this one leaves."""
         if not self._depart(why, ends_job):
             raise HubLost("there is no connection to the hub")
         return True
@@ -183,34 +177,33 @@ class Seat:
         departure = {"rank": self.rank, "why": why, "ends_job": ends_job}
         if self._hub is not None:
             self._hub.depart(departure)
-        elif self._world is not None and not self._world.tell("depart", departure=departure, member=self.member):
+        elif self._to_hub is not None and not self._to_hub.tell("depart", departure=departure, member=self.member):
             return False
         self._has_departed = True
         return True
 
-    def _met(self) -> World:
-        if self._world is None:
+    def _hub_connection(self) -> HubConnection:
+        if self._to_hub is None:
             raise Refused("this rank has not met the others")
-        return self._world
+        return self._to_hub
 
     # Epochs
 
-    async def do_next(self, channel: int, last: int, mine: list[Any], within_s: float, up_s: float) -> dict[str, Any]:
-        """Join the next epoch, and fork a courier in it when all ranks have joined."""
+    async def do_next(self, channel: int, last: int, facts: list[Any], within_s: float, up_s: float) -> dict[str, Any]:
         end, self._wanted, self._has_joined = self._loop.time() + within_s, channel, False
         await self._end_courier()
         self._check_wanted(channel)
-        if self._world is None:
-            begun = Begun(new_epoch_name(last + 1), last + 1, (0,), True, mine[2])
+        if self._to_hub is None:
+            epoch = Epoch(new_epoch_name(last + 1), last + 1, (0,), True, facts[2])
         else:
-            begun = await self._join(self._world, last, mine, end)
+            epoch = await self._join(self._to_hub, last, facts, end)
         try:
-            with await asyncio.wait_for(self.channel(channel), _CHANNEL_S) as its:
+            with await asyncio.wait_for(self.channel(channel), _CHANNEL_S) as sock:
                 self._drop_channels(channel)
                 self._check_wanted(channel)
-                return self._fork(begun, its, up_s)
+                return self._fork(epoch, sock, up_s)
         except BaseException as error:  # the other ranks must not wait for its MPI
-            self._end_epoch(begun.name)
+            self._end_epoch(epoch.name)
             if isinstance(error, asyncio.TimeoutError):
                 raise Refused("its connection for the courier has not come") from None
             raise
@@ -232,88 +225,84 @@ class Seat:
             if channel.done() and not channel.cancelled() and number < last:
                 channel.result().close()
 
-    async def _join(self, world: World, last: int, mine: list[Any], end: float) -> Begun:
+    async def _join(self, to_hub: HubConnection, last: int, facts: list[Any], end: float) -> Epoch:
         while True:
-            if world.departed is not None:
-                raise Departed(world.departed)
-            begun: asyncio.Future[Begun] = self._loop.create_future()
-            self._next = begun
+            if to_hub.departed is not None:
+                raise Departed(to_hub.departed)
+            beginning: asyncio.Future[Epoch] = self._loop.create_future()
+            self._next = beginning
             try:
-                await world.connected(end)
-                if not begun.done():  # the loss of the hub before it was connected again
-                    world.tell("join", rank=self.rank, last=last, mine=mine)
+                await to_hub.connected(end)
+                if not beginning.done():  # the loss of the hub before it was connected again
+                    to_hub.tell("join", rank=self.rank, last=last, facts=facts)
                     self._has_joined = True
-                return await begun
+                return await beginning
             except HubLost:
                 if self._loop.time() >= end:
                     raise
             finally:
-                if self._next is begun:
+                if self._next is beginning:
                     self._next = None
 
-    def _fork(self, begun: Begun, channel: socket.socket, up_s: float) -> dict[str, Any]:
+    def _fork(self, epoch: Epoch, channel: socket.socket, up_s: float) -> dict[str, Any]:
         cores = self._choose_cores()
-        hello, name = self._hello, begun.name
-        environment = hello["environment"] | self._agent.forks.found
+        hello, name = self._hello, epoch.name
+        environment = hello["environment"] | self._agent.forks.mpi_environment
         inherited = Inherited(channel, self._trainer_pidfd, name_of_courier(hello["pid"]), self._output, environment,
                               hello["directory"], hello["umask"], frozenset(hello["cores"]))  # fmt: skip
-        order = Order(hello["entry"], name, self.rank, begun.nodes, begun.reads, cores, up_s, inherited)
-        self._courier = self._agent.forks.fork(order, begun.here, self._note_up, self._note_end)
+        order = Order(hello["entry"], name, self.rank, epoch.nodes, epoch.reads, cores, up_s, inherited)
+        self._courier = self._agent.forks.fork(order, epoch.here, self._note_up, self._note_end)
         self._courier_ended.clear()
         self._epoch = name
-        return {"epoch": name, "number": begun.number, "nodes": [*begun.nodes], "freed": begun.freed,
+        return {"epoch": name, "number": epoch.number, "nodes": [*epoch.nodes], "freed": epoch.freed,
                 "pid": self._courier.pid, "cores": sorted(cores)}  # fmt: skip
 
     def _choose_cores(self) -> frozenset[int]:
         """Choose the cores of the next courier. If they are unknown or invalid, it runs where its trainer does."""
-        seats = self._world.seats if self._world is not None else {self.rank: self}
+        seats = self._to_hub.seats if self._to_hub is not None else {self.rank: self}
         with contextlib.suppress(ValueError):
             if self.cores:
-                told = {str(rank): seat.cores for rank, seat in seats.items() if seat.cores}
-                return courier_cores.choose_among(told, str(self.rank)) or frozenset()
+                texts = {rank: seat.cores for rank, seat in seats.items() if seat.cores}
+                return courier_cores.choose_among(texts, self.rank) or frozenset()
         return frozenset()
 
     @property
-    def _waiting(self) -> asyncio.Future[Begun] | None:
+    def _waiting(self) -> asyncio.Future[Epoch] | None:
         """The wait of the trainer for an epoch that has not begun."""
         return self._next if self._next is not None and not self._next.done() else None
 
-    def begin(self, begun: Begun) -> None:
+    def begin(self, epoch: Epoch) -> None:
         """Note that an epoch has begun. If the trainer waits no more for it, it is over for all."""
         if (waiting := self._waiting) is not None:
-            self._epoch = begun.name
-            waiting.set_result(begun)
+            self._epoch = epoch.name
+            waiting.set_result(epoch)
         else:
-            self._end_epoch(begun.name)
+            self._end_epoch(epoch.name)
 
     def over(self, epoch: str) -> None:
-        """Note that an epoch is over."""
         if epoch == self._epoch:
             self._say({"over": epoch})
 
     def departed(self, departure: dict[str, Any]) -> None:
-        """Note that a rank has left the job."""
         if (waiting := self._waiting) is not None:
             waiting.set_exception(Departed(departure))
         self._say({"departed": departure})
 
     def hub_lost(self, lost: HubLost) -> None:
-        """Note that the hub was lost."""
         if (waiting := self._waiting) is not None:
             waiting.set_exception(lost)
         else:
             self._say({"lost": str(lost)})
 
     async def do_withdraw(self) -> list[int] | None:
-        """Wait no more for the next epoch."""
-        world, self._wanted = self._met(), 0
+        to_hub, self._wanted = self._hub_connection(), 0
         if (waiting := self._waiting) is not None:
             waiting.set_exception(Refused("it was withdrawn"))
         elif self._running is not None:  # the epoch had just begun
             self._running.kill()
             self._end_epoch(self._epoch)
         with contextlib.suppress(HubLost, asyncio.TimeoutError):
-            asked = world.ask("withdraw", rank=self.rank, member=self.member, joined=self._has_joined)
+            asked = to_hub.ask("withdraw", rank=self.rank, member=self.member, joined=self._has_joined)
             missing: list[int] = await asyncio.wait_for(asked, _ASKED_S)
             return missing
         return None
@@ -323,9 +312,9 @@ class Seat:
     def _note_up(self) -> None:
         self._say({"up": self._epoch})
 
-    def _note_end(self, end: End) -> None:
+    def _note_end(self, end: CourierEnd) -> None:
         self._courier_ended.set()
-        self._say({"ended": self._epoch, "status": end.status, "signal": end.signal, "why": end.why})
+        self._say({"ended": self._epoch, **dataclasses.asdict(end)})
         if self._is_over:
             self._leave()
 
@@ -340,13 +329,11 @@ class Seat:
             await self._courier_ended.wait()
 
     async def do_kill(self) -> bool:
-        """Kill the courier."""
         if self._running is not None:
             self._running.kill()
         return True
 
     async def do_close(self, tells: bool) -> bool:
-        """Wait for the end of the courier."""
         self._tells = tells
         if self._courier is not None:
             await self._courier_ended.wait()
@@ -375,8 +362,8 @@ class Seat:
         self._has_left = True
         if self._tells and self._epoch and not self._has_departed:
             self._depart("its process has ended", ends_job=False)
-        if self._world is not None:
-            self._world.leave(self)
+        if self._to_hub is not None:
+            self._to_hub.leave(self)
         if self._hub is not None:
             self._hub.close()
         self._drop_channels(max(self._channels, default=0) + 1)

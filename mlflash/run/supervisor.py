@@ -22,10 +22,9 @@ from ..errors import LaunchFailed
 from ..launch.own_process import running
 from ..text import listed, many
 from .agents import Agents
-from .launch_system import RunLog, RunOptions
 from .node_watch import Heartbeat, Looks, Watch, certified, is_suspect, recovery, unrestorable
 from .processes import KILL_WAIT_S
-from .started_ranks import Start, StartedRanks, start
+from .started_ranks import RunLog, Start, StartedRanks, start
 
 log = logging.getLogger("mlflash")
 
@@ -37,6 +36,26 @@ _NAP_S = 0.1
 _LOST_WAIT_S = 3.0
 _NAMED = 8  # nodes named in a line
 _SCAVENGE_S = 1800.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """What to run, and how."""
+
+    argv: Sequence[str]
+    nodes: int
+    ranks_per_node: int
+    least: int  # smallest number of nodes that is enough, for training that reshards; 0: all
+    max_restarts: int
+    job: str  # job, memory: where the ranks keep their slots
+    memory: str
+    directory: str | None  # where to copy the newest checkpoint at the end; None: nowhere
+    keep_memory: bool  # whether the slots stay in memory at the end
+    hang_timeout_s: float  # seconds without a save after which a run counts as hanging; 0: never
+    look_every_s: float  # seconds between two looks at the nodes
+    grace_s: float  # seconds that training has for one more checkpoint after a signal to end
+    gpus: int
+    interface: str  # the network interface that must be up; "": no check
 
 
 def choose_nodes(before: Sequence[str], fit: Sequence[str], nodes: int, least: int = 0) -> tuple[str, ...] | None:
@@ -129,14 +148,13 @@ class Supervisor:
         self._looks = Looks(agents, options.memory, options.job, options.gpus, options.interface)
         self._before: Sequence[Heartbeat] = ()  # the last ones of the start before this one
         self._noticed: float | None = None  # when it was noticed that this start had failed
-        self.told = 0  # a signal handler puts the number of the signal here, to end the run
+        self.signal_number = 0  # a signal handler puts the number of the signal here, to end the run
 
     def run(self) -> int:
-        """Run until the end."""
         before: tuple[str, ...] = ()
         nodes, least = self._options.nodes, self._options.least
         while (hosts := choose_nodes(before, self._fit(), nodes, least)) is not None:
-            if self.told:
+            if self.signal_number:
                 break
             self._fetch(before, hosts)
             outcome = self._one_run(hosts)
@@ -144,7 +162,7 @@ class Supervisor:
                 return self._finish(0, "all ranks came to their end")
             if outcome.unrestorable:
                 return self._leave(outcome.unrestorable)
-            if self.told:
+            if self.signal_number:
                 break
             newest = self._looks.newest()
             self._say(f"start {self._restarts.done + 1} failed: {outcome.why}; newest checkpoint: {newest}")
@@ -156,8 +174,8 @@ class Supervisor:
                 self._say(f"the next start goes back to step {good}, which is certified")
             self._pause(self._restarts.pause_s)
             before = outcome.hosts
-        if self.told:
-            return self._finish(128 + self.told, f"ended by signal {self.told}")
+        if self.signal_number:
+            return self._finish(128 + self.signal_number, f"ended by signal {self.signal_number}")
         why = f"fewer than {least or nodes} nodes are fit to train, of {listed(self._agents.hosts, _NAMED)}"
         return self._finish(1, why)
 
@@ -197,7 +215,7 @@ class Supervisor:
         is_looking, answers = False, queue.SimpleQueue[Any]()
         while (code := step.poll()) is None:
             now, hosts = time.monotonic(), step.hosts
-            if self.told:
+            if self.signal_number:
                 return self._last_checkpoint(step)
             if now > next_gone and not step.replaces:
                 next_gone = now + GONE_S
@@ -233,14 +251,15 @@ class Supervisor:
         end = time.monotonic() + self._options.grace_s
         self._looks.look(step.hosts)
         before = self._looks.newest()
-        self._say(f"signal {self.told}: waiting up to {self._options.grace_s:g} s for a checkpoint after step {before}")
+        self._say(f"signal {self.signal_number}: waiting up to {self._options.grace_s:g} s for a checkpoint after step "
+                  f"{before}")  # fmt: skip
         while step.poll() is None and time.monotonic() < end:
             time.sleep(1.0)
             self._looks.look(step.hosts)
             newest = self._looks.newest()
             if newest is not None and (before is None or newest > before):
                 break
-        return Outcome(f"ended by signal {self.told}", step.poll())
+        return Outcome(f"ended by signal {self.signal_number}", step.poll())
 
     def _fit(self) -> list[str]:
         """The nodes that can train: they are in service, they answer, and their status is good."""
@@ -288,7 +307,7 @@ class Supervisor:
 
     def _pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while time.monotonic() < end and not self.told:
+        while time.monotonic() < end and not self.signal_number:
             time.sleep(_NAP_S)
 
     def _say(self, text: str) -> None:
@@ -315,7 +334,7 @@ def scavenge(agents: Agents, options: RunOptions, hosts: Sequence[str]) -> bool:
     words = [*running("mlflash.tools.run_on_ranks"), "-m", "mlflash", "scavenge", str(options.directory),
              "--job", options.job, "--memory", options.memory]  # fmt: skip
     try:
-        step = start(agents, hosts, 1, words, {})
+        step = start(agents, hosts, 1, words, {"MLFLASH_JOB": options.job, "MLFLASH_MEMORY": options.memory})
     except LaunchFailed as error:
         log.warning("the newest checkpoint in memory cannot be copied to %s: %s", options.directory, error)
         return False

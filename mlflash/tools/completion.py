@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -56,7 +57,8 @@ def schemes(_: click.Context, __: click.Parameter, incomplete: str) -> list[Comp
 def jobs(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Offer the jobs that have memory on this node."""
     taken = context.params.get("jobs") or ()
-    return [CompletionItem(name) for name in _jobs(context) if name.startswith(incomplete) and name not in taken]
+    names = [name for name in _jobs(context.params.get("memory")) if name not in taken]
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
 def steps(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -74,13 +76,9 @@ def steps_or_newest(context: click.Context, parameter: click.Parameter, incomple
     return newest + steps(context, parameter, incomplete)
 
 
-def _memory(context: click.Context) -> str:
-    return str(context.params.get("memory") or "/dev/shm")
-
-
-def _jobs(context: click.Context) -> list[str]:
+def _jobs(memory: str | None) -> list[str]:
     try:
-        return jobs_of(_memory(context))
+        return jobs_of(memory or "/dev/shm")
     except OSError:
         return []
 
@@ -89,12 +87,10 @@ def _steps_in_memory(context: click.Context) -> set[int]:
     """Return the steps in memory of the named job, else of all jobs."""
     from .node_memory import look
 
-    memory, job, in_memory = _memory(context), context.params.get("job"), set[int]()
-    for name in [job] if job else _jobs(context):
-        try:
-            in_memory |= {header.step for _, header in look(memory, name, "").sealed}
-        except (MlflashError, OSError):
-            continue
+    memory, job, in_memory = context.params.get("memory"), context.params.get("job"), set[int]()
+    for name in [job] if job else _jobs(memory):
+        with contextlib.suppress(MlflashError, OSError):
+            in_memory |= {header.step for _, header in look(memory or "/dev/shm", name, "").sealed}
     return in_memory
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -52,10 +53,9 @@ def demo(keep_alive: bool, steps: int, kill_step: int | None, seed: int | None, 
 
     if kill_step is not None and kill_step >= steps:
         raise click.BadParameter(f"must be before the last step, {steps}", param_hint="--kill-step")
-    if keep_alive and (steps < _KEPT_FROM or (kill_step or _KEPT_FROM) < _KEPT_FROM):
-        raise click.UsageError(
-            f"--keep-alive needs --steps and --kill-step of at least {_KEPT_FROM}, because step 2 is the first save"
-        )
+    if keep_alive and min(steps, kill_step or steps) < _KEPT_FROM:
+        raise click.UsageError(f"--keep-alive needs --steps and --kill-step of at least {_KEPT_FROM}, because step 2 "
+                               "is the first save")  # fmt: skip
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the ranks must not outlive us
     try:
         same = Demo(steps, seed, kill_step, redundancy, keep_alive).run(Console())
@@ -64,7 +64,7 @@ def demo(keep_alive: bool, steps: int, kill_step: int | None, seed: int | None, 
     sys.exit(0 if same else 1)
 
 
-class Launch:
+class Launch(contextlib.AbstractContextManager["Launch"]):
     """A training that was started, and what its ranks have logged. Leave the context manager, and all of it has ended.
 
     Attributes:
@@ -85,9 +85,6 @@ class Launch:
         env = {**os.environ, **env, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", DISABLE: ""}
         with (folder / "log").open("w") as log:
             self.launcher = spawn(command, env=env, stdout=log, stderr=log)
-
-    def __enter__(self) -> Launch:
-        return self
 
     def __exit__(self, *_: object) -> None:
         end_session(self.launcher, _TERM_TIMEOUT_S)  # SIGTERM first so that it can end the ranks in other sessions
@@ -176,12 +173,12 @@ class Demo:
                        restored=_origin([line for line, in last.starts]))  # fmt: skip
             lost = max(broken.finished - last.starts[0][-1]["step"], 0)
             loss, reference = (launch.steps[0][self._steps]["loss"] for launch in (last, whole))
-            _print(console, trained_again=f"{lost} of {broken.finished} finished steps",
-                   loss=f"{loss:.4f}, uninterrupted {reference:.4f}")  # fmt: skip
             different = _differences(whole.folder, last.folder)
             is_same = not different
-            _print(console, **({} if is_same else {"differs": listed(different, 20)}))
-            _print(console, in_all=f"{time.monotonic() - start:.0f} s")
+            _print(console, trained_again=f"{lost} of {broken.finished} finished steps",
+                   loss=f"{loss:.4f}, uninterrupted {reference:.4f}",
+                   **{"differs": listed(different, 20)} if different else {},
+                   in_all=f"{time.monotonic() - start:.0f} s")  # fmt: skip
         finally:
             shutil.rmtree(self._memory, ignore_errors=True)
             if is_same:
@@ -263,11 +260,10 @@ def _differences(*folders: Path) -> list[str]:
     """Compare the final tensors of two launches bit by bit. Return the name and rank of each that differs."""
     import numpy as np
 
-    tensors: list[dict[str, tuple[str, bytes]]] = [{}, {}]
-    for folder, own in zip(folders, tensors, strict=True):
-        for path in folder.glob("*.npz"):
-            with np.load(path) as arrays:
-                own |= {f"{name} on {path.stem}": (f"{array.dtype}{array.shape}", array.tobytes())
-                          for name, array in arrays.items()}  # fmt: skip
-    expected, actual = tensors
+    def tensors(folder: Path) -> dict[str, tuple[str, bytes]]:
+        arrays = {f"{name} on {path.stem}": array for path in folder.glob("*.npz")
+                  for name, array in np.load(path).items()}  # fmt: skip
+        return {name: (f"{array.dtype}{array.shape}", array.tobytes()) for name, array in arrays.items()}
+
+    expected, actual = map(tensors, folders)
     return sorted(name for name in expected | actual if expected.get(name) != actual.get(name))

@@ -16,9 +16,9 @@ from ..errors import ConfigError, DeadlineExceeded, MlflashError, MpiUnavailable
 from ..launch.launcher_variables import launched
 from ..mpi.world import World, abort_all, find_comm, load_mpi
 from ..text import listed
-from . import completion, doctor_checks
-from .doctor_findings import Context, Diagnosis, Finding, Level, merge, warning, wrong
-from .doctor_watchdog import Watch
+from . import completion
+from . import doctor_checks as checks
+from .doctor_findings import Context, Diagnosis, Finding, Level, Watch, merge, warning, wrong
 from .options import BYTES, certify_after_option, draining_option, json_option, memory_option
 from .run_on_ranks import FINE, WRONG, raise_deadline
 
@@ -46,7 +46,7 @@ def doctor(need: int | None, redundancy: str | None, draining: bool, certify_aft
     The line below a warning or an error says what to do. Exits with 1 if a check finds an error.
     """
     try:
-        environment = {**os.environ, DISABLE: ""}  # `doctor_checks.environment` reports it
+        environment = {**os.environ, DISABLE: ""}  # the check of the environment reports it
         settings = from_environment(environment, None, job="any", memory=memory, redundancy=redundancy, drain_every=0)
         slots = slots_of(certify_after)
         context = Context(settings, os.environ, launched(os.environ), need, slots + draining, slots, nodes,
@@ -68,20 +68,14 @@ def doctor(need: int | None, redundancy: str | None, draining: bool, certify_aft
 
 Check = Callable[[Context], Iterable[Finding]]
 _CHECKS: dict[str, tuple[Check, ...]] = {
-    "software": (
-        doctor_checks.versions, doctor_checks.environment, doctor_checks.parity, doctor_checks.compression,
-        doctor_checks.couriers_here,
-    ),
-    "GPU": (doctor_checks.gpus,),
-    "Slurm": (doctor_checks.slurm,),
-    "memory": (
-        doctor_checks.file_system, doctor_checks.lifetime, doctor_checks.logout, doctor_checks.writing,
-        doctor_checks.memlock, doctor_checks.left_over,
-    ),
-}  # fmt: skip
-_CHECKS_OF_MPI: tuple[Check, ...] = doctor_checks.library, doctor_checks.world_size
+    "software": (checks.versions, checks.environment, checks.parity, checks.compression, checks.couriers_here),
+    "GPU": (checks.gpus,),
+    "Slurm": (checks.slurm,),
+    "memory": (checks.file_system, checks.lifetime, checks.logout, checks.writing, checks.memlock, checks.left_over),
+}
+_CHECKS_OF_MPI: tuple[Check, ...] = checks.library, checks.world_size
 _CHECKS_OF_ALL_RANKS: dict[str, tuple[Check, ...]] = {
-    "MPI": (doctor_checks.nodes, doctor_checks.failure_domains, doctor_checks.clocks, doctor_checks.network),
+    "MPI": (checks.nodes, checks.failure_domains, checks.clocks, checks.network),
 }
 _SUBJECTS = ("MPI", "memory", "Slurm", "software", "GPU")
 _ADVICE = {
@@ -101,27 +95,27 @@ class Examination:
 
     def __init__(self, context: Context, watch: Watch, timeout_s: float):
         self.context, self._watch, self._timeout_s = context, watch, timeout_s
-        self._found: list[Finding] = []  # on rank 0 those of all ranks, as soon as they are gathered
+        self._findings: list[Finding] = []  # on rank 0 those of all ranks, as soon as they are gathered
         self._is_broken = False  # ranks are no longer in step
 
     def run(self) -> Diagnosis:
         """Make all checks. Only rank 0 gets all results. Collective over the ranks, if MPI can start."""
-        for subject, checks in _CHECKS.items():
-            for check in checks:
+        for subject, alone in _CHECKS.items():
+            for check in alone:
                 self._make(subject, check)
         self._make("MPI", self._start)
         if self.context.world is not None:
             for check in _CHECKS_OF_MPI if self.context.mpi is not None else ():
                 self._make("MPI", check)
-            self._make("memory", doctor_checks.room)
-            for subject, checks in _CHECKS_OF_ALL_RANKS.items():
-                for check in (self._gather, *checks, self._gather):
+            self._make("memory", checks.room)
+            for subject, together in _CHECKS_OF_ALL_RANKS.items():
+                for check in (self._gather, *together, self._gather):
                     self._make(subject, check, together=True)
         return self.known()
 
     def known(self) -> Diagnosis:
         lines = sorted(merge(self._located()), key=lambda line: _SUBJECTS.index(line.subject))
-        launcher = doctor_checks.name_of(self.context.launched)
+        launcher = checks.name_of(self.context.launched)
         return Diagnosis(f"started by {launcher}" if launcher else "started alone", self.context.ranks_on, tuple(lines))
 
     def end(self, code: int) -> int:
@@ -160,7 +154,7 @@ class Examination:
         world = context.ranks
         of_node = merge(finding for findings in world.gather(self._located(), world.node) for finding in findings)
         of_nodes = world.gather(of_node, world.leaders) if world.local_rank == 0 else []
-        self._found = [finding for findings in of_nodes for finding in findings] if world.rank == 0 else []
+        self._findings = [finding for findings in of_nodes for finding in findings] if world.rank == 0 else []
         return ()
 
     def _make(self, subject: str, check: Check, together: bool = False) -> None:
@@ -188,11 +182,11 @@ class Examination:
             if self._is_broken and self.context.rank:
                 print(f"{name}: {text}", file=sys.stderr)
                 time.sleep(self._timeout_s + 2 * _GRACE_S)  # rank 0 waits in vain, and then ends this process
-        self._found += [dataclasses.replace(finding, subject=subject) for finding in findings]
+        self._findings += [dataclasses.replace(finding, subject=subject) for finding in findings]
 
     def _located(self) -> list[Finding]:
         """Return the results so far. Those of this process get its node and rank, as MPI knows them by now."""
         rank, ranks_on = self.context.rank, self.context.ranks_on
         nodes = tuple(node for node in ranks_on if rank in ranks_on[node])
         return [finding if finding.nodes else dataclasses.replace(finding, nodes=nodes, ranks=(rank,))
-                for finding in self._found]  # fmt: skip
+                for finding in self._findings]  # fmt: skip

@@ -27,8 +27,8 @@ import numpy as np
 from ..checkpointer.checkpointer import Checkpointer
 from ..config import DISABLE, is_enabled, unknown_variables
 from ..errors import LaunchFailed, UnsafePath, WorldMismatch, pip_install
+from ..launch.courier_mpi import LIBRARY
 from ..launch.launcher_variables import Launched, as_torchrun, without_rank
-from ..launch.mpi_library import LIBRARY
 from ..launch.rendezvous import meeting_of
 from ..memory import node_directory
 from ..memory.memory_limits import MEMORY_KINDS, available, headroom, mapped_files, mounted, other_files
@@ -38,11 +38,11 @@ from ..mpi.fabric import between_nodes, choose_transport, has_rdma
 from ..mpi.world import World
 from ..placement.redundancy_scheme import parse
 from ..placement.topology import Node
-from ..run.on_slurm import ask
+from ..run.launch_systems import ask
 from ..text import last_words, many, show_bytes
 from ..version import not_run_with
 from .doctor_findings import Context, Finding, fine, note, warning, wrong
-from .plan_schemes import Job, consider, node_nbytes
+from .plan import Job, consider, node_nbytes
 
 _SKEW_S = 1.0
 _SAVED_NBYTES, _SAVES = 16 << 20, 4

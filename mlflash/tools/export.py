@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import math
 import os
 import re
+import runpy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..config import Config
 from ..drain.index import first_names
 from ..errors import ConfigError, CorruptSlot, MlflashError, StepNotFound
 from ..memory.inventory import WantedStep
-from ..memory.node_directory import jobs_of
+from ..memory.node_directory import clean, jobs_of
 from ..mpi.world import World
 from ..restore.open_in_directory import OpenInDirectory
 from ..restore.open_in_memory import OpenCheckpoint
@@ -40,9 +40,8 @@ from ..storage.whole_state import Whole, Written
 from ..text import listed, many, read_bytes, show_bytes
 from . import completion, export_formats, on_disk
 from .jobs import choose_job
-from .options import job_options, json_option, memory_option, settings
-from .output import answer
-from .run_on_ranks import FINE, run_together
+from .options import job_options, json_option, memory_option
+from .run_on_ranks import Answer, together
 
 _FORMATS = ("dcp", "safetensors", "torch", "hdf5")
 Spots = dict[str, list[Spot]]
@@ -59,17 +58,14 @@ def _step(_: click.Context, __: click.Parameter, text: str) -> int | None:
     raise click.BadParameter("give a step or 'newest'")
 
 
-def _function(_: click.Context, __: click.Parameter, text: str | None) -> Convert | None:
+def _function(context: click.Context, option: click.Parameter, text: str | None) -> Convert | None:
     """Load a function from a file: ``convert.py:to_llama``."""
     if text is None:
         return None
-    path, name = text.rpartition(":")[::2]
-    spec = importlib.util.spec_from_file_location("mlflash_convert", path)
-    if spec is None or spec.loader is None or not Path(path).is_file():
+    path, _, name = text.rpartition(":")
+    if not Path(path).is_file():
         raise click.BadParameter("give a Python file and a function in it, such as convert.py:to_llama")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not callable(function := getattr(module, name, None)):
+    if not callable(function := runpy.run_path(path).get(name)):
         raise click.BadParameter(f"{path} has no function {name}")
     return cast(Convert, function)
 
@@ -94,10 +90,10 @@ def _function(_: click.Context, __: click.Parameter, text: str | None) -> Conver
 @click.option("--hf-config", type=click.Path(exists=True, file_okay=False),
               help="Directory of a Hugging Face config to copy, too.")  # fmt: skip
 @job_options
-def export(step: int | None, out: str, form: str, place: str | None, keep: tuple[str, ...], drop: tuple[str, ...],
-           rename: tuple[tuple[str, str], ...], convert: Convert | None, name: str | None, flat: bool, shard_size: str,
-           hf_config: str | None, directory: str | None, job: str | None, memory: str, as_json: bool
-           ) -> None:  # fmt: skip
+@together
+def export(world: World, config: Config, job: str | None, step: int | None, out: str, form: str, place: str | None,
+           keep: tuple[str, ...], drop: tuple[str, ...], rename: tuple[tuple[str, str], ...], convert: Convert | None,
+           name: str | None, flat: bool, shard_size: str, hf_config: str | None) -> Answer | None:  # fmt: skip
     """Write the checkpoint of STEP, a number or "newest", to OUT in a stock format, with every tensor whole.
 
     \b
@@ -107,43 +103,39 @@ def export(step: int | None, out: str, form: str, place: str | None, keep: tuple
     OUT is a directory or a URL that is empty or does not exist yet. To read from memory, start it on each node, after
     the job has ended.
     """
-    given = settings(memory, job, directory)
-    selection = Selection(keep, drop, rename, convert)
+    selection, store = Selection(keep, drop, rename, convert), open_store(out)
     file = name or ("state.h5" if form == "hdf5" else "pytorch_model.bin" if flat else "state.pt")
     shard_nbytes = read_bytes(shard_size)
+    if existing := world.broadcast(store.names()[:1] if world.rank == 0 else [], 0):
+        raise click.UsageError(f"{store.path} is not empty: {existing[0]}")
 
-    def work(world: World) -> int:
-        store = open_store(out)
-        if existing := world.broadcast(store.names()[:1] if world.rank == 0 else [], 0):
-            raise click.UsageError(f"{store.path} is not empty: {existing[0]}")
+    def write(whole: Whole) -> Written:
+        whole = selection.of(whole)
+        whole = tensors_by_name(whole) if flat and form == "torch" else whole
+        store.make()
+        configuration = {} if hf_config is None else export_formats.copy_config(hf_config, store)
+        written = _write(form, whole, store, file, shard_nbytes)
+        return dataclasses.replace(written, files={**configuration, **written.files},
+                                   left_out=(*whole.left_out, *written.left_out))  # fmt: skip
 
-        def write(whole: Whole) -> Written:
-            whole = selection.of(whole)
-            whole = tensors_by_name(whole) if flat and form == "torch" else whole
-            store.make()
-            config = {} if hf_config is None else export_formats.copy_config(hf_config, store)
-            written = _write(form, whole, store, file, shard_nbytes)
-            return dataclasses.replace(written, files={**config, **written.files},
-                                       left_out=(*whole.left_out, *written.left_out))  # fmt: skip
-
-        stored = on_disk.look_into(world, None if place == "memory" else given.directory)
-        wanted, drained = WantedStep(step), () if stored is None else stored.listed
-        fitting = [checkpoint for checkpoint in drained if wanted.fits(checkpoint.step, checkpoint.verdict)]
-        if stored is not None and fitting:
-            opened = OpenInDirectory(world, open_store(stored.path), fitting[0], TOLD)
-            with contextlib.closing(opened):
-                exported, written = opened.step, export_whole(world, opened, write)
-        elif place == "directory":
-            raise click.ClickException(f"{given.directory} has no such step" if given.directory else
-                                       "--from directory needs --directory")  # fmt: skip
-        else:
-            name_of_job = choose_job(world, given, job, is_live=False)
-            exported, written = _from_memory(world, given, name_of_job, step, write)
-        if written is not None:
-            _answer(as_json, form, exported, written, store.path)
-        return FINE
-
-    run_together(given, as_json, work)
+    stored = on_disk.look_into(world, None if place == "memory" else config.directory)
+    wanted, drained = WantedStep(step), () if stored is None else stored.listed
+    fitting = [checkpoint for checkpoint in drained if wanted.fits(checkpoint.step, checkpoint.verdict)]
+    if stored is not None and fitting:
+        opened = OpenInDirectory(world, open_store(stored.path), fitting[0], TOLD)
+        with contextlib.closing(opened):
+            exported, written = opened.step, export_whole(world, opened, write)
+    elif place == "directory":
+        raise click.ClickException(f"{config.directory} has no such step" if config.directory else
+                                   "--from directory needs --directory")  # fmt: skip
+    else:
+        exported, written = _from_memory(world, config, choose_job(world, config, job, is_live=False), step, write)
+    if written is None:
+        return None
+    nbytes = sum(written.files.values())
+    document = {"step": exported, "format": form, "path": store.path, "nbytes": nbytes, **dataclasses.asdict(written)}
+    words = f"step {exported} was written to {store.path}: {many(written.tensors, 'tensor')}, {show_bytes(nbytes)}"
+    return Answer(True, document, words + (f"\nleft out: {listed(written.left_out, 5)}" if written.left_out else ""))
 
 
 def _write(form: str, whole: Whole, store: Store, file: str, shard_nbytes: int) -> Written:
@@ -154,12 +146,12 @@ def _write(form: str, whole: Whole, store: Store, file: str, shard_nbytes: int) 
     return (export_formats.write_torch if form == "torch" else export_formats.write_hdf5)(whole, store, file)
 
 
-def _from_memory(world: World, given: Config, job: str, step: int | None, write: Callable[[Whole], Written]
+def _from_memory(world: World, config: Config, job: str, step: int | None, write: Callable[[Whole], Written]
                  ) -> tuple[int, Written | None]:  # fmt: skip
-    if not world.any_of(job in jobs_of(given.memory)):
-        missing = f"not in {given.directory}" if given.directory else "no --directory was given"
-        raise click.ClickException(f"there is no such step: {missing}, and job {job} holds nothing in {given.memory}")
-    with Checkpointer(given.directory, job=job, memory=given.memory, redundancy="none", reserve=0,
+    if not world.any_of(job in jobs_of(config.memory)):
+        missing = f"not in {config.directory}" if config.directory else "no --directory was given"
+        raise click.ClickException(f"there is no such step: {missing}, and job {job} holds nothing in {config.memory}")
+    with Checkpointer(config.directory, job=job, memory=config.memory, redundancy="none", reserve=0,
                       heartbeat=False) as checkpointer:  # fmt: skip
         adapting = checkpointer.adapting
         opened = adapting.open(step, told=TOLD)
@@ -167,15 +159,6 @@ def _from_memory(world: World, given: Config, job: str, step: int | None, write:
             raise StepNotFound("memory has nothing that can be exported")
         with contextlib.closing(opened):
             return opened.step, export_whole(adapting.ranks, opened, write)
-
-
-def _answer(as_json: bool, form: str, step: int, written: Written, path: str) -> None:
-    nbytes = sum(written.files.values())
-    document = {"step": step, "format": form, "path": path, "nbytes": nbytes, **dataclasses.asdict(written)}
-    text = f"step {step} was written to {path}: {many(written.tensors, 'tensor')}, {show_bytes(nbytes)}"
-    if written.left_out:
-        text += f"\nleft out: {listed(written.left_out, 5)}"
-    answer(as_json, document, text)
 
 
 @click.command("import")
@@ -187,7 +170,8 @@ def _answer(as_json: bool, form: str, step: int, written: Written, path: str) ->
               help="Unpickle what SOURCE holds, which can run code: only if you trust its author.")  # fmt: skip
 @memory_option
 @json_option
-def import_(source: str, directory: str, step: int, trust_pickle: bool, memory: str, as_json: bool) -> None:
+@together
+def import_(world: World, config: Config, _: str | None, source: str, step: int, trust_pickle: bool) -> Answer:
     """Make a checkpoint in DIR from SOURCE, a directory that torch.distributed.checkpoint wrote.
 
     \b
@@ -196,28 +180,19 @@ def import_(source: str, directory: str, step: int, trust_pickle: bool, memory: 
     SOURCE may also have safetensors with whole tensors. Start one process, without mpiexec. The next restore takes this
     checkpoint as the newest, on any number of ranks.
     """
-    from ..memory.node_directory import clean
     from .export_imports import read_dcp
 
-    given = settings(memory, None, directory)
-    name = f"import-{os.getpid()}"
-
-    def work(world: World) -> int:
-        if world.size > 1:
-            raise click.UsageError(f"start one process, not {world.size}: one process imports everything")
-        state = read_dcp(source, trust_pickle)
-        try:
-            with Checkpointer(given.directory, job=name, memory=given.memory, redundancy="none", strict=True) as ckpt:
-                ckpt.save(step, state).wait()
-                drain = ckpt.drain().wait()
-        finally:
-            clean(given.memory, name)
-        document = {"step": step, "path": drain.path, "nbytes": drain.nbytes}
-        text = f"step {step} was written to {drain.path}: {show_bytes(drain.nbytes)}"
-        answer(as_json, document, text)
-        return FINE
-
-    run_together(given, as_json, work)
+    if world.size > 1:
+        raise click.UsageError(f"start one process, not {world.size}: one process imports everything")
+    state, name = read_dcp(source, trust_pickle), f"import-{os.getpid()}"
+    try:
+        with Checkpointer(config.directory, job=name, memory=config.memory, redundancy="none", strict=True) as ckpt:
+            ckpt.save(step, state).wait()
+            drain = ckpt.drain().wait()
+    finally:
+        clean(config.memory, name)
+    return Answer(True, {"step": step, "path": drain.path, "nbytes": drain.nbytes},
+                  f"step {step} was written to {drain.path}: {show_bytes(drain.nbytes)}")  # fmt: skip
 
 
 # An open checkpoint → a `Whole` on the rank that exports
@@ -427,7 +402,12 @@ class Selection:
             names = [*whole.entries, *plain_leaves(whole.tree)]
             kept = set(_matching(names, self.keep) if self.keep else names).difference(_matching(names, self.drop))
             whole = by_name(whole, _renamed([name for name in names if name in kept], self.rename))
-        return whole if self.convert is None else _converted(whole, self.convert)
+        if self.convert is None:
+            return whole
+        raw = whole.read([entry.name for entry in whole.own])
+        state = self.convert({name: from_bytes(entry, raw[whole.ties.get(name, name)])
+                              for name, entry in whole.entries.items()})  # fmt: skip
+        return dataclasses.replace(whole_of(state), left_out=(*whole.left_out, *plain_leaves(whole.tree)))
 
 
 def tensors_by_name(whole: Whole) -> Whole:
@@ -483,12 +463,6 @@ def _renamed(names: Collection[str], rules: Iterable[tuple[str, str]]) -> dict[s
         if (other := first.setdefault(new, name)) != name:
             raise ConfigError(f"{other} and {name} would get the same name", tensor=new)
     return renamed
-
-
-def _converted(whole: Whole, convert: Convert) -> Whole:
-    raw = whole.read([entry.name for entry in whole.own])
-    state = convert({name: from_bytes(entry, raw[whole.ties.get(name, name)]) for name, entry in whole.entries.items()})
-    return dataclasses.replace(whole_of(state), left_out=(*whole.left_out, *plain_leaves(whole.tree)))
 
 
 def whole_of(state: Any) -> Whole:

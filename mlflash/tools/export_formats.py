@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ConfigError, StateError
-from ..state.leaves import Entry, Tree, from_bytes
+from ..state.leaves import Entry, Tree, from_bytes, item_nbytes
 from ..state.paths import plain_leaves
 from ..state.plain_values import decode_plain
 from ..storage.file_holes import FileWithHoles, Source
@@ -58,8 +58,8 @@ def write_safetensors(whole: Whole, store: Store, shard_nbytes: int = SHARD_NBYT
     """
     # In a file larger elements come first, so that each tensor begins at a multiple of its element's size.
     names_of_shards = cut({entry.name: entry.nbytes for entry in whole.own}, shard_nbytes) or [[]]
-    shards = [sorted((whole.entries[name] for name in names), key=lambda entry: -_item_nbytes(entry))
-              for names in names_of_shards]  # fmt: skip
+    shards = [sorted((whole.entries[name] for name in names), reverse=True,
+                     key=lambda entry: item_nbytes(entry.kind, entry.dtype)) for names in names_of_shards]  # fmt: skip
     headers = [_header(shard) for shard in shards]
     sources = whole.sources([entry for shard in shards for entry in shard])
     count = len(shards)
@@ -71,10 +71,6 @@ def write_safetensors(whole: Whole, store: Store, shard_nbytes: int = SHARD_NBYT
         index = "model.safetensors.index.json"
         files[index] = store.write(index, [_index(names, shards)])
     return Written(files, len(whole.own), whole.ties, tuple(plain_leaves(whole.tree)))
-
-
-def _item_nbytes(entry: Entry) -> int:
-    return entry.nbytes // max(1, math.prod(entry.shape))
 
 
 def _header(shard: list[Entry]) -> bytes:

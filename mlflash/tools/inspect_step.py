@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 import numpy as np
@@ -20,12 +20,12 @@ from ..config import Config
 from ..drain.checkpoint_directory import Listed
 from ..errors import CorruptSlot, MlflashError
 from ..memory.node_directory import NodeDirectory
-from ..memory.slot import Header, Kind
+from ..memory.slot import Attempt, Header, Kind
 from ..mpi.world import World, gather
 from ..placement.topology import this_node
 from ..protect.deduplication import cuts
 from ..restore.open_in_directory import OpenInDirectory
-from ..state.leaves import Entry
+from ..state.leaves import Entry, item_nbytes
 from ..state.manifest import Manifest
 from ..state.paths import plain_leaves
 from ..state.plain_values import decode_plain
@@ -33,12 +33,11 @@ from ..storage.store import open_store
 from ..text import many, named, show_bytes
 from . import completion, on_disk
 from .jobs import choose_job
-from .node_memory import RUN_NBYTES, Changed, Node, Sealed, look_around
+from .node_memory import RUN_NBYTES, Changed, Node, Prospect, Sealed, look_around, what_is_restorable
 from .on_disk import Provenance, describe, versions_of
-from .options import job_options, settings
-from .output import answer, new_table
-from .restorability import Prospect, what_is_restorable
-from .run_on_ranks import FINE, run_together
+from .options import job_options
+from .output import new_table, show_age
+from .run_on_ranks import Answer, together
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -96,6 +95,11 @@ class Statistics:
                 "max": self.high, "mean": self.mean if self.count else None, "std": self.std,
                 "check": f"{self.check:016x}"}  # fmt: skip
 
+    def cells(self) -> list[str]:
+        numbers = self.low, self.high, self.mean if self.count else None, self.std
+        return [*("-" if number is None else f"{number:.4g}" for number in numbers), f"{self.nan:,}", f"{self.inf:,}",
+                f"{self.zeros:,}"]  # fmt: skip
+
 
 def statistics(entry: Entry, pieces: Iterable[np.ndarray]) -> Statistics:
     """Make statistics of the bytes of an entry."""
@@ -111,7 +115,7 @@ def statistics(entry: Entry, pieces: Iterable[np.ndarray]) -> Statistics:
 
 def _whole_items(entry: Entry, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
     """Cut pieces of bytes at the borders of elements."""
-    item = entry.nbytes // max(1, math.prod(entry.shape)) or 1
+    item = item_nbytes(entry.kind, entry.dtype)
     rest = np.empty(0, dtype=np.uint8)
     for piece in pieces:
         raw = np.concatenate([rest, piece]) if rest.size else np.ascontiguousarray(piece)
@@ -167,25 +171,23 @@ class Contents:
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
-class Files:
+class Files(NamedTuple):
     """The files to read for a checkpoint."""
 
     slots: dict[int, tuple[str, str, Header]]
     shares: dict[tuple[str, int, int], tuple[str, Header]]
 
 
-def _files_of(nodes: Sequence[Node], of: Prospect) -> Files:
-    """Choose the files to read for an attempt: the first slot of each rank."""
+def _files_of(nodes: Sequence[Node], attempt: Attempt) -> Files:
+    """Choose the files to read for an attempt: the first slot of each rank, and one on the node of the rank before."""
     slots: dict[int, tuple[str, str, Header]] = {}
     shares = {}
-    for node in nodes:
-        for file, header in node.sealed:
-            if header.attempt == of.attempt and header.kind is Kind.SLOT:
-                if header.rank not in slots or (slots[header.rank][0] != header.node and node.name == header.node):
-                    slots[header.rank] = (node.name, file.name, header)
-            elif header.attempt == of.attempt and header.kind is Kind.SHARE:
-                shares[node.name, header.shared_by, header.share] = (file.name, header)
+    for node, file, header in [(each, *sealed) for each in nodes for sealed in each.sealed]:
+        if header.attempt == attempt and header.kind is Kind.SLOT:
+            if header.rank not in slots or (slots[header.rank][0] != header.node and node.name == header.node):
+                slots[header.rank] = (node.name, file.name, header)
+        elif header.attempt == attempt and header.kind is Kind.SHARE:
+            shares[node.name, header.shared_by, header.share] = (file.name, header)
     return Files(dict(sorted(slots.items())), shares)
 
 
@@ -246,8 +248,7 @@ def _bytes(held: NodeDirectory, sealed: Sealed, node: str, shard: Shard, files: 
 def _read_directory(path: str, listed: Listed, wanted: str | None) -> Contents:
     """Read the contents of a drained checkpoint, as `_read_memory` does. Bytes for statistics are verified."""
     contents = Contents()
-    drained = OpenInDirectory(World(None, this_node(), math.inf), open_store(path), listed)
-    try:
+    with contextlib.closing(OpenInDirectory(World(None, this_node(), math.inf), open_store(path), listed)) as drained:
         for rank in range(drained.world_size):
             index = drained.index(rank)
             if rank == 0:
@@ -259,8 +260,6 @@ def _read_directory(path: str, listed: Listed, wanted: str | None) -> Contents:
                     if wanted is not None:
                         shard.numbers = statistics(entry, drained.content(rank, entry.name, place))
                     contents.shards.append(shard)
-    finally:
-        drained.close()
     return contents
 
 
@@ -280,12 +279,6 @@ def _matches(name: str, wanted: str | None) -> bool:
     return wanted is None or name == wanted or fnmatchcase(name, wanted)
 
 
-def _attempt_to_show(prospects: Sequence[Prospect], step: int) -> Prospect | None:
-    """Return the newest attempt of a step in memory that can be restored, else the newest one that has files."""
-    of_step = [prospect for prospect in prospects if prospect.step == step]
-    return next((prospect for prospect in of_step if prospect.choice is not None), of_step[0] if of_step else None)
-
-
 # The command
 
 
@@ -295,8 +288,9 @@ def _attempt_to_show(prospects: Sequence[Prospect], step: int) -> Prospect | Non
 @click.option("--from", "source", type=click.Choice(["memory", "directory"]),
               help="Where to look.  [default: memory, then the directory]")  # fmt: skip
 @job_options
-def inspect_step(step: int, tensor: str | None, source: str | None, directory: str | None, job: str | None,
-                 memory: str, as_json: bool) -> None:  # fmt: skip
+@together
+def inspect_step(world: World, config: Config, job: str | None, step: int, tensor: str | None, source: str | None
+                 ) -> Answer | None:  # fmt: skip
     """Show the tensors of the checkpoint of STEP: names, dtypes, shapes and sizes.
 
     \b
@@ -305,55 +299,52 @@ def inspect_step(step: int, tensor: str | None, source: str | None, directory: s
 
     With TENSOR, a name or a pattern, it also shows statistics, and where each byte of the tensor is.
     """
-    given = settings(memory, job, directory)
-    if source == "directory" and directory is None:
+    if source == "directory" and config.directory is None:
         raise click.UsageError("--from directory needs --directory")
-
-    def work(world: World) -> int:
-        name = choose_job(world, given, job)
-        shown = None if source == "directory" else _from_memory(world, given, name, step, tensor)
-        if shown is None and source != "memory":
-            shown = _from_directory(world, given.directory, step, tensor)
-        if shown is None:
-            raise click.ClickException(f"there is no step {step} in {source or 'memory or the directory'}"
-                                       + ("" if directory else " (no --directory was given)"))  # fmt: skip
-        if world.rank:
-            return FINE
-        answer(as_json, shown.to_json(), lambda console: shown.show(console, tensor is not None))
-        return FINE
-
-    run_together(given, as_json, work)
+    name = choose_job(world, config, job)
+    checkpoint = None if source == "directory" else _from_memory(world, config, name, step, tensor)
+    if checkpoint is None and source != "memory":
+        checkpoint = _from_directory(world, config.directory, step, tensor)
+    if checkpoint is None:
+        raise click.ClickException(f"there is no step {step} in {source or 'memory or the directory'}"
+                                   + ("" if config.directory else " (no --directory was given)"))  # fmt: skip
+    is_known = world.broadcast(bool(checkpoint.contents.shards or checkpoint.contents.plain), 0)
+    if tensor is not None and not is_known:
+        raise click.ClickException(f"step {step} has no tensor or value {tensor!r}: `mlflash inspect {step}` lists all")
+    if world.rank:
+        return None
+    return Answer(True, checkpoint.to_json(), lambda console: checkpoint.show(console, tensor is not None))
 
 
-def _from_memory(world: World, given: Config, job: str, step: int, tensor: str | None) -> Checkpoint | None:
+def _from_memory(world: World, config: Config, job: str, step: int, tensor: str | None) -> Checkpoint | None:
     """Read a step from memory. All ranks learn whether it is there; rank 0 gets what it holds. Collective."""
-    nodes = look_around(world, given.memory, job)
+    nodes = look_around(world, config.memory, job)
     plan: tuple[Prospect, Files] | None = None
     if world.rank == 0:
         outlook = what_is_restorable(nodes, world.world is not None)
-        attempt = _attempt_to_show(outlook.prospects, step)
-        plan = None if attempt is None else (attempt, _files_of(nodes, attempt))
+        of_step = [prospect for prospect in outlook.prospects if prospect.step == step]
+        # The newest one that can be restored, else the newest one that has files.
+        for prospect in sorted(of_step, key=lambda prospect: prospect.choice is None)[:1]:
+            plan = prospect, _files_of(nodes, prospect.attempt)
     plan = world.broadcast(plan, 0)
     if plan is None:
         return None
     attempt, files = plan
     part, error = Contents(), None
-    if world.local_rank == 0:
-        try:
-            part = _read_memory(given.memory, job, world.node_name, files, tensor)
-        except (Changed, FileNotFoundError):
-            error = CorruptSlot("the job wrote over this step while the command read it: try again", step=step)
-        except MlflashError as problem:
-            error = CorruptSlot(problem.message, node=world.node_name, step=step)
+    try:
+        part = _read_memory(config.memory, job, world.node_name, files, tensor) if world.local_rank == 0 else part
+    except (Changed, FileNotFoundError):
+        error = CorruptSlot("the job wrote over this step while the command read it: try again", step=step)
+    except MlflashError as problem:
+        error = CorruptSlot(problem.message, node=world.node_name, step=step)
     parts = gather(world, part)
     world.raise_together(error)
     contents = Contents(sorted((shard for part in parts for shard in part.shards), key=lambda shard: shard.rank))
     for part in parts:
         contents.plain |= part.plain
         contents.provenance = contents.provenance or part.provenance
-    _refuse_unknown(world, tensor, contents, step)
     seen = "committed" if attempt.committed else "no receipt of a commit"
-    about = f"{seen}, {on_disk.show_age(attempt.unix_ns)} ago; redundancy: {attempt.scheme}"
+    about = f"{seen}, {show_age(attempt.unix_ns)} ago; redundancy: {attempt.scheme}"
     return Checkpoint(step, attempt.world_size, "memory", about, attempt.missing, contents)
 
 
@@ -362,26 +353,19 @@ def _from_directory(world: World, directory: str | None, step: int, tensor: str 
     listed = next((listed for listed in stored.listed if listed.step == step), None) if stored is not None else None
     if stored is None or listed is None:
         return None
+    path = f"{stored.path}/{listed.folder}"
     contents, error, provenance = Contents(), None, Provenance()
     if world.rank == 0:
         try:
             contents = _read_directory(stored.path, listed, tensor)
             provenance = on_disk.provenance_of(open_store(stored.path), listed)
         except OSError as problem:
-            error = CorruptSlot(f"{stored.path}/{listed.folder} cannot be read: {problem}", step=step)
+            error = CorruptSlot(f"{path} cannot be read: {problem}", step=step)
         except CorruptSlot as problem:
             error = problem
     world.raise_together(error)
-    _refuse_unknown(world, tensor, contents, step)
-    about = f"{on_disk.show_age(listed.card.unix_ns)} ago"
-    path = f"{stored.path}/{listed.folder}"
+    about = f"{show_age(listed.card.unix_ns)} ago"
     return Checkpoint(step, listed.card.world_size, path, about, (), contents, provenance)
-
-
-def _refuse_unknown(world: World, tensor: str | None, contents: Contents, step: int) -> None:
-    is_known = world.broadcast(bool(contents.shards or contents.plain), 0)
-    if tensor is not None and not is_known:
-        raise click.ClickException(f"step {step} has no tensor or value {tensor!r}: `mlflash inspect {step}` lists all")
 
 
 @dataclasses.dataclass
@@ -424,18 +408,17 @@ class Tensor:
         return f"whole, {ranks}" if whole else f"{len(self.boxes)} parts, {ranks}"
 
     def to_json(self) -> dict[str, Any]:
-        first, statistics = self.shards[0].entry, self.statistics
+        first = self.shards[0].entry
+        joined = {} if self.statistics is None else self.statistics.to_json()
+        joined.pop("check", None)  # which is of the bytes of a shard
         shards = [{
             "rank": shard.rank, "offset": list(shard.entry.offset), "shape": list(shard.entry.shape),
             "nbytes": shard.entry.nbytes, "node": shard.node or None,
             "bytes": [dataclasses.asdict(run) for run in shard.runs],
             "statistics": None if shard.numbers is None else shard.numbers.to_json(),
         } for shard in self.shards]  # fmt: skip
-        joined = None if statistics is None else statistics.to_json()
-        if joined is not None:
-            del joined["check"]  # which is of the bytes of a shard
         return {"name": first.name, "kind": first.kind, "dtype": first.dtype, "shape": list(first.global_shape),
-                "nbytes": self.nbytes, "statistics": joined, "shards": shards}  # fmt: skip
+                "nbytes": self.nbytes, "statistics": joined or None, "shards": shards}  # fmt: skip
 
     def show(self, console: Console) -> None:
         first = self.shards[0].entry
@@ -454,9 +437,9 @@ class Tensor:
         table = new_table(">rank", ">min", ">max", ">mean", ">std", ">nan", ">inf", ">zeros", "checksum")
         for shard in self.shards:
             if shard.numbers is not None:
-                table.add_row(str(shard.rank), *_figures(shard.numbers), f"{shard.numbers.check:016x}")
+                table.add_row(str(shard.rank), *shard.numbers.cells(), f"{shard.numbers.check:016x}")
         if len(self.boxes) > 1 and (statistics := self.statistics) is not None:
-            table.add_row("all", *_figures(statistics), "")
+            table.add_row("all", *statistics.cells(), "")
         console.print(table)
         if self.differs:
             console.print("ranks that hold the same part of this tensor hold different bytes", style="yellow")
@@ -478,13 +461,12 @@ class Checkpoint:
     def tensors(self) -> list[Tensor]:
         tensors: dict[tuple[Any, ...], Tensor] = {}
         for shard in self.contents.shards:
-            entry = shard.entry
-            key = (entry.name, entry.kind, entry.dtype, entry.global_shape)
+            key = shard.entry.name, shard.entry.kind, shard.entry.dtype, shard.entry.global_shape
             tensors.setdefault(key, Tensor([])).shards.append(shard)
         return list(tensors.values())
 
     def to_json(self) -> dict[str, Any]:
-        provenance = (self.contents.provenance or None) if self.provenance is None else self.provenance.said
+        provenance = (self.contents.provenance or None) if self.provenance is None else self.provenance.origin
         return {"step": self.step, "ranks": self.ranks, "source": self.source, "missing_ranks": list(self.missing),
                 "tensors": [tensor.to_json() for tensor in self.tensors],
                 "plain": {name: _plain(value) for name, value in self.contents.plain.items()},
@@ -512,21 +494,18 @@ class Checkpoint:
     def _lines_of_provenance(self) -> list[tuple[str | None, str]]:
         if self.provenance is None:
             recorded = self.contents.provenance
-            return (
-                [(None, "; ".join(filter(None, (f"provenance: {versions_of(recorded)}", _given(recorded)))))]
-                if recorded
-                else []
-            )
+            parts = [f"provenance: {versions_of(recorded)}", *_given(recorded)] if recorded else []
+            return [(None, "; ".join(parts))] * bool(parts)
         document = self.provenance.document
         if document is None:
             return [("yellow", "its provenance cannot be used: `mlflash verify` says why")]
-        signed = "" if self.provenance.signature == "none" else f"signed by the key {document['signer']}"
-        more = "; ".join(filter(None, (_given(document), signed)))
+        signer = [] if self.provenance.signature == "none" else [f"signed by the key {document['signer']}"]
+        more = "; ".join([*_given(document), *signer])
         return [(None, f"provenance: {describe(document)}"), *([(None, f"  {more}")] if more else [])]
 
 
-def _given(provenance: Any) -> str:
-    return json.dumps(provenance["given"], ensure_ascii=False) if provenance["given"] else ""
+def _given(provenance: Any) -> list[str]:
+    return [json.dumps(provenance["given"], ensure_ascii=False)] if provenance["given"] else []
 
 
 def _plain(value: Any) -> Any:
@@ -534,12 +513,6 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
     return value if type(value) is float and math.isfinite(value) else repr(value)
-
-
-def _figures(of: Statistics) -> list[str]:
-    known = [of.low, of.high, of.mean if of.count else None, of.std]
-    return [*("-" if number is None else f"{number:.4g}" for number in known), f"{of.nan:,}", f"{of.inf:,}",
-            f"{of.zeros:,}"]  # fmt: skip
 
 
 def _shape(numbers: Sequence[int]) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,14 +16,12 @@ from ..framework_files.staged import leftovers
 from ..memory.node_directory import clean as clean_job
 from ..memory.node_directory import jobs_of
 from ..memory.process_names import process_named
-from ..memory.slot import Header
 from ..mpi.world import World, gather
 from ..text import listed, many, show_bytes
 from . import completion
 from .node_memory import Node, look
-from .on_disk import age_s, show_age
 from .options import json_option, memory_option
-from .output import answer, new_table
+from .output import age_s, new_table, print_answer, show_age
 from .run_on_ranks import FINE, WRONG
 
 if TYPE_CHECKING:
@@ -33,35 +30,19 @@ if TYPE_CHECKING:
 _NAMED = 5  # jobs in an error message
 
 
-@dataclasses.dataclass(frozen=True)
-class JobMemory:
-    """What a job holds in the memory of this node."""
-
-    job: str
-    node: Node
-    error: str = ""  # why the job cannot be looked at. Empty if it can
-
-    @property
-    def newest(self) -> Header | None:
-        headers = [header for _, header in self.node.sealed]
-        return max(headers, key=lambda header: header.attempt.generation, default=None)
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.node.nbytes or self.error) and self.node.pid is None
-
-    def to_json(self) -> dict[str, Any]:
-        newest, node = self.newest, self.node
-        return {"job": self.job, "pid": node.pid, "nbytes": node.nbytes, "files": len(node.files),
-                "error": self.error or None, "step": None if newest is None else newest.step,
-                "age_s": None if newest is None else age_s(newest.unix_ns)}  # fmt: skip
-
-
-def _look_at_job(memory: str, job: str) -> JobMemory:
+def _look_at(memory: str, job: str) -> Node:
+    """Look at what a job holds in the memory of this node. The result has the name of the job."""
     try:
-        return JobMemory(job, look(memory, job, ""))
+        return look(memory, job, job)
     except MlflashError as error:
-        return JobMemory(job, Node(""), str(error))
+        return Node(job, error=str(error))
+
+
+def _to_json(job: Node) -> dict[str, Any]:
+    newest = job.newest
+    return {"job": job.name, "pid": job.pid, "nbytes": job.nbytes, "files": len(job.files), "error": job.error or None,
+            "step": None if newest is None else newest.step,
+            "age_s": None if newest is None else age_s(newest.unix_ns)}  # fmt: skip
 
 
 # The job that a command works on
@@ -93,12 +74,12 @@ def choose_job_here(given: Config, job: str | None) -> str:
     return _choose(_jobs_here(given, job), given, job)
 
 
-def _jobs_here(given: Config, job: str | None) -> list[_Known]:
+def _jobs_here(given: Config, name: str | None) -> list[_Known]:
     names = jobs_of(given.memory)
-    if job or given.directory or len(names) < 2:  # the names are enough
+    if name or given.directory or len(names) < 2:  # the names are enough
         return [(name, 0, False) for name in names]
-    looks = [_look_at_job(given.memory, name) for name in names]
-    return [(look.job, 0 if look.newest is None else look.newest.unix_ns, look.node.pid is not None) for look in looks]
+    jobs = [_look_at(given.memory, name) for name in names]
+    return [(job.name, 0 if job.newest is None else job.newest.unix_ns, job.pid is not None) for job in jobs]
 
 
 def _choose(known: Sequence[_Known], given: Config, job: str | None, is_live: bool = True) -> str:
@@ -155,25 +136,29 @@ def jobs(memory: str, as_json: bool) -> None:
 
     `mlflash clean` frees the memory of those that have ended.
     """
-    known = [_look_at_job(memory, job) for job in jobs_of(memory)]
-    document = {"memory": memory, "jobs": [job.to_json() for job in known if not job.is_empty]}
-    answer(as_json, document, lambda console: _show(console, known, memory))
+    full = _full(memory, jobs_of(memory))
+    document = {"memory": memory, "jobs": [_to_json(job) for job in full]}
+    print_answer(as_json, document, lambda console: _show(console, full, memory))
 
 
-def _show(console: Console, known: Sequence[JobMemory], memory: str) -> None:
-    """Print a line for each job that holds something, the largest first, and the sum of their bytes."""
-    full = sorted((job for job in known if not job.is_empty), key=lambda job: -job.node.nbytes)
+def _full(memory: str, names: Iterable[str]) -> list[Node]:
+    """Look at jobs. Those that hold something are returned, the largest first."""
+    jobs = [_look_at(memory, name) for name in names]
+    return sorted((job for job in jobs if job.nbytes or job.error or job.pid is not None), key=lambda job: -job.nbytes)
+
+
+def _show(console: Console, full: Sequence[Node], memory: str) -> None:
+    """Print a line for each job, and the sum of their bytes."""
     if not full:
         console.print(f"no job of this user holds memory in {memory} here")
         return
     table = new_table("job", ">size", ">files", ">newest step", ">saved", "process")
     for job in full:
         step, age = ("-", "-") if job.newest is None else (str(job.newest.step), f"{show_age(job.newest.unix_ns)} ago")
-        alive = "no process is alive" if job.node.pid is None else f"alive: {process_named(job.node.pid)}"
-        table.add_row(job.job, show_bytes(job.node.nbytes), str(len(job.node.files)), step, age, job.error or alive)
+        alive = "no process is alive" if job.pid is None else f"alive: {process_named(job.pid)}"
+        table.add_row(job.name, show_bytes(job.nbytes), str(len(job.files)), step, age, job.error or alive)
     console.print(table)
-    nbytes = sum(job.node.nbytes for job in full)
-    console.print(f"{many(len(full), 'job')} of this user in {memory}: {show_bytes(nbytes)}")
+    console.print(f"{many(len(full), 'job')} of this user in {memory}: {show_bytes(sum(job.nbytes for job in full))}")
 
 
 @click.command()
@@ -201,41 +186,39 @@ def clean(context: click.Context, jobs: tuple[str, ...], everything: bool, yes: 
     if unknown := sorted(set(jobs) - set(names)):
         raise click.ClickException(f"{memory} holds nothing of {', '.join(unknown)}; jobs here: "
                                    f"{', '.join(names) or 'none'}")  # fmt: skip
-    chosen = [_look_at_job(memory, job) for job in (names if everything else dict.fromkeys(jobs))]
-    if everything and chosen and not (yes or dry_run):
-        _ask(chosen, memory)
-    cleaned = [_clean(memory, job, dry_run) for job in chosen]
+    if everything and names and not (yes or dry_run):
+        _ask(_full(memory, names), memory)
+    cleaned = [_clean(memory, job, dry_run) for job in (names if everything else dict.fromkeys(jobs))]
     if as_json:
-        answer(True, {"dry_run": dry_run, "jobs": cleaned}, "")
+        print_answer(True, {"dry_run": dry_run, "jobs": cleaned}, "")
     for job in () if as_json else cleaned:
         text = job["error"] or f"{job['nbytes']:,} bytes {'would be ' * dry_run}freed"
         click.echo(f"{job['job']}: {text}", err=job["error"] is not None)
     context.exit(WRONG if any(job["error"] for job in cleaned) else FINE)
 
 
-def _ask(chosen: list[JobMemory], memory: str) -> None:
+def _ask(full: Sequence[Node], memory: str) -> None:
     """Ask whether the user means all jobs. Other people's jobs may be among them on a shared account."""
     if not sys.stdin.isatty():
         raise click.UsageError("--all deletes what every ended job of this user holds here: add --yes to confirm")
-    answer(False, None, lambda console: _show(console, chosen, memory))
-    full = [job for job in chosen if not job.is_empty]
-    nbytes = show_bytes(sum(job.node.nbytes for job in full))
-    click.confirm(f"These {many(len(full), 'job')} hold {nbytes}. Delete what the ended ones hold? You cannot restore "
-                  "it afterwards", abort=True)  # fmt: skip
+    print_answer(False, None, lambda console: _show(console, full, memory))
+    click.confirm(f"These {many(len(full), 'job')} hold {show_bytes(sum(job.nbytes for job in full))}. Delete what the "
+                  "ended ones hold? You cannot restore it afterwards", abort=True)  # fmt: skip
 
 
-def _clean(memory: str, job: JobMemory, dry_run: bool) -> dict[str, Any]:
-    document = job.to_json()
-    if job.error:
-        return document
+def _clean(memory: str, name: str, dry_run: bool) -> dict[str, Any]:
+    job = _look_at(memory, name)
+    document = _to_json(job)
     try:
-        if job.node.pid is not None:
+        if job.error:
+            return document
+        if job.pid is not None:
             raise JobInUse("")
         if not dry_run:
-            document["nbytes"] = clean_job(memory, job.job)
-        document["nbytes"] += leftovers(memory, job.job, dry_run)
+            document["nbytes"] = clean_job(memory, name)
+        document["nbytes"] += leftovers(memory, name, dry_run)
     except JobInUse:
-        alive = _look_at_job(memory, job.job).node.pid or job.node.pid
+        alive = _look_at(memory, name).pid or job.pid
         holder = f" ({process_named(alive)})" if alive else ""
         document["error"] = f"it is alive{holder}: end it first. Nothing of it was deleted"
     except MlflashError as error:

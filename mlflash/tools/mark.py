@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import click
 
+from ..config import Config
 from ..drain import checkpoint_directory
 from ..memory.inventory import write_verdict
 from ..memory.node_directory import NodeDirectory
@@ -15,16 +15,16 @@ from ..mpi.world import World, gather
 from ..storage.store import open_store
 from ..text import many
 from .jobs import choose_job
-from .options import job_options, settings
-from .output import answer
-from .run_on_ranks import FINE, WRONG, run_together
+from .options import job_options
+from .run_on_ranks import Answer, together
 
 
 @click.command()
 @click.argument("step", type=click.IntRange(0))
 @click.option("--bad/--good", "is_bad", default=True, show_default=True, help="How to mark the step.")
 @job_options
-def mark(step: int, is_bad: bool, directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
+@together
+def mark(world: World, config: Config, job: str | None, step: int, is_bad: bool) -> Answer | None:
     """Mark a step as bad, so that restores pass over it, or as good.
 
     \b
@@ -33,22 +33,21 @@ def mark(step: int, is_bad: bool, directory: str | None, job: str | None, memory
 
     Alone it marks what this node holds. With --directory it also marks the drained checkpoint. The job may be alive.
     """
-    given = settings(memory, job, directory)
     verdict = Verdict.BAD if is_bad else Verdict.GOOD
-
-    def work(world: World) -> int:
-        name = choose_job(world, given, job)
-        marked = gather(world, (world.node_name, _mark_here(given.memory, name, step, verdict)))
-        if world.rank:
-            return FINE
-        nodes = sorted({node for node, count in marked if count})
-        folders = [] if given.directory is None else _mark_in(given.directory, step, verdict)
-        document: dict[str, Any] = {"job": name, "step": step, "verdict": verdict.name.lower(), "nodes": nodes,
-                                 "folders": folders}  # fmt: skip
-        answer(as_json, document, _in_words(document))
-        return FINE if nodes or folders else WRONG
-
-    run_together(given, as_json, work)
+    name = choose_job(world, config, job)
+    marked = gather(world, (world.node_name, _mark_here(config.memory, name, step, verdict)))
+    if world.rank:
+        return None
+    nodes = sorted({node for node, count in marked if count})
+    folders: list[str] = []
+    if config.directory is not None:
+        store = open_store(config.directory)
+        folders = checkpoint_directory.mark(store, checkpoint_directory.list_checkpoints(store), step, verdict)
+    document = {"job": name, "step": step, "verdict": verdict.name.lower(), "nodes": nodes, "folders": folders}
+    places = [f"in memory ({many(len(nodes), 'node')})"] * bool(nodes) + [f"in {folder}" for folder in folders]
+    words = (f"step {step} is marked {document['verdict']} {' and '.join(places)}" if places else
+             f"step {step} of job {name} was not found on these nodes or in --directory")  # fmt: skip
+    return Answer(bool(places), document, words)
 
 
 def _mark_here(memory: str, job: str, step: int, verdict: Verdict) -> int:
@@ -58,16 +57,3 @@ def _mark_here(memory: str, job: str, step: int, verdict: Verdict) -> int:
         return 0
     with contextlib.closing(held):
         return len(write_verdict(held, step, verdict))
-
-
-def _mark_in(directory: str, step: int, verdict: Verdict) -> list[str]:
-    store = open_store(directory)
-    return checkpoint_directory.mark(store, checkpoint_directory.list_checkpoints(store), step, verdict)
-
-
-def _in_words(document: dict[str, Any]) -> str:
-    places = [f"in memory ({many(len(document['nodes']), 'node')})"] * bool(document["nodes"])
-    places += [f"in {folder}" for folder in document["folders"]]
-    if not places:
-        return f"step {document['step']} of job {document['job']} was not found on these nodes or in --directory"
-    return f"step {document['step']} is marked {document['verdict']} {' and '.join(places)}"

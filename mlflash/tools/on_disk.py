@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..drain import provenance
-from ..drain.checkpoint_directory import (
-    DATA_NAME,
-    FILE_NAME,
-    MASTERS,
-    PROVENANCE,
-    SIGNATURE,
-    VERDICT,
-    Listed,
-    list_checkpoints,
-    read_index,
-    step_of,
-)
+from ..drain import checkpoint_directory, provenance
+from ..drain.checkpoint_directory import DATA_NAME, PROVENANCE, SIGNATURE, VERDICT, Listed
 from ..drain.index import CARD_NBYTES, Card, decode_places, decode_table, read_card
 from ..errors import ConfigError, CorruptSlot, MlflashError
 from ..memory.inventory import NEWEST
@@ -31,7 +20,8 @@ from ..memory.slot import Verdict
 from ..mpi.world import World
 from ..restore.open_in_directory import OpenInDirectory
 from ..storage.store import Directory, Store, open_store
-from ..text import listed, many, show_seconds
+from ..text import listed, many
+from .output import age_s
 
 _CHUNK_NBYTES = 8 << 20
 _NAMED = 4  # hosts in a line
@@ -53,16 +43,12 @@ class DirectoryContents:
     @property
     def newest(self) -> Listed | None:
         """The checkpoint that a restore takes: the newest one that is not marked bad. None if there is none."""
-        return next(
-            (checkpoint for checkpoint in self.listed if NEWEST.fits(checkpoint.step, checkpoint.verdict)), None
-        )
+        return next(filter(_is_restored, self.listed), None)
 
     @property
     def passed_over(self) -> tuple[Listed, ...]:
         """The checkpoints that are marked bad and newer than the one that a restore takes, newest first."""
-        return tuple(
-            itertools.takewhile(lambda checkpoint: not NEWEST.fits(checkpoint.step, checkpoint.verdict), self.listed)
-        )
+        return tuple(itertools.takewhile(lambda listed: not _is_restored(listed), self.listed))
 
     def to_json(self) -> dict[str, Any]:
         checkpoints = [{
@@ -74,14 +60,8 @@ class DirectoryContents:
                 "damaged": list(self.damaged)}  # fmt: skip
 
 
-def age_s(unix_ns: int) -> float:
-    """Return the seconds since a time."""
-    return round(max(0.0, time.time() - unix_ns / 1e9), 3)
-
-
-def show_age(unix_ns: int) -> str:
-    """Write the time since a time."""
-    return show_seconds(age_s(unix_ns))
+def _is_restored(listed: Listed) -> bool:
+    return NEWEST.fits(listed.step, listed.verdict)
 
 
 def look_into(world: World, directory: str | None) -> DirectoryContents | None:
@@ -106,23 +86,21 @@ def look_into(world: World, directory: str | None) -> DirectoryContents | None:
 
 
 def _look_into(store: Store) -> DirectoryContents:
-    listed = list_checkpoints(store)
+    listed = checkpoint_directory.list_checkpoints(store)
     good = {checkpoint.folder for checkpoint in listed}
-    unfinished: list[str] = []
-    damaged: list[str] = []
-    for folder in store.names():
-        if step_of(folder) is not None and folder not in good:
-            committed = set(store.at(folder).names()) & set(MASTERS)
-            (damaged if committed else unfinished).append(folder)
+    others = [folder for folder in store.names()
+              if checkpoint_directory.step_of(folder) is not None and folder not in good]  # fmt: skip
+    damaged = {folder for folder in others if {*checkpoint_directory.MASTERS} & {*store.at(folder).names()}}
     is_missing = not listed and isinstance(store, Directory) and not os.path.exists(store.path)
-    return DirectoryContents(store.path, tuple(listed), tuple(unfinished), tuple(damaged), is_missing)
+    return DirectoryContents(store.path, tuple(listed), tuple(folder for folder in others if folder not in damaged),
+                             tuple(folder for folder in others if folder in damaged), is_missing)  # fmt: skip
 
 
 def stored_nbytes(store: Store, listed: Listed) -> int:
     """Count the bytes of the tensors' files of a checkpoint; 0 if unknown."""
     try:
-        table = decode_table(read_index(store.at(listed.folder), listed), listed.card.world_size)
-        return sum(stored.data_nbytes for stored in table.files)
+        index = checkpoint_directory.read_index(store.at(listed.folder), listed)
+        return sum(stored.data_nbytes for stored in decode_table(index, listed.card.world_size).files)
     except (MlflashError, OSError):
         return 0
 
@@ -148,18 +126,16 @@ def _verify_tensors(world: World, store: Store, listed: Listed, advance: Callabl
     except CorruptSlot as error:  # the same on all ranks
         return 0, [(listed.master, error.message)] if world.rank == 0 else []
     nbytes, wrong = 0, []
-    try:
+    with contextlib.closing(drained):
         for rank in range(world.rank, drained.world_size, world.size):
             try:
-                name, read, bad = drained.verify(rank)
+                name, nbytes_of_rank, bad = drained.verify(rank)
             except (ConfigError, CorruptSlot) as error:
                 wrong.append((drained.name_of(rank), error.message))
                 continue
-            nbytes += read
-            advance(read)
+            nbytes += nbytes_of_rank
+            advance(nbytes_of_rank)
             wrong += [(name, f"{many(len(bad), 'part')} of tensors damaged, first {bad[0]}")] if bad else []
-    finally:
-        drained.close()
     return nbytes, wrong
 
 
@@ -182,12 +158,12 @@ class Provenance:
         return len({PROVENANCE, *more, *self.document["files"], *damaged})
 
     @property
-    def said(self) -> dict[str, Any] | None:
+    def origin(self) -> dict[str, Any] | None:
+        """The document without the digests of files."""
         return None if self.document is None else {key: value for key, value in self.document.items() if key != "files"}
 
     def to_json(self, is_whole: bool) -> dict[str, Any]:
-        said = self.said
-        return {"said": said, "signature": self.signature, "holds": bool(said and is_whole)}
+        return {"said": self.origin, "signature": self.signature, "holds": bool(self.document and is_whole)}
 
 
 def provenance_of(store: Store, listed: Listed, key: Key | None = None) -> Provenance:
@@ -204,8 +180,8 @@ def provenance_of(store: Store, listed: Listed, key: Key | None = None) -> Prove
     card = listed.card
     save = document["step"], document["run"], document["generation"], document["world_size"]
     if save != (card.step, card.attempt.run_id.hex(), card.attempt.generation, card.world_size):
-        result.wrong.append((PROVENANCE, f"it is of another checkpoint than {listed.master}: of {_which(*save)}, and "
-                                        f"that is of {_which_card(card)}"))  # fmt: skip
+        result.wrong.append((PROVENANCE, f"it is of another checkpoint than {listed.master}: of {_checkpoint(*save)}, "
+                                        f"and that is of {_checkpoint_of(card)}"))  # fmt: skip
         return result
     result.document = document
     _check_signature(inside, document, key, result)
@@ -227,8 +203,7 @@ def _check_signature(inside: Store, document: Mapping[str, Any], key: Key | None
     is_good, public = key
     result.signature = "good" if is_good(signature, document["digest"].encode()) else "bad"
     if result.signature == "bad":
-        same = document["signer"] == public
-        result.wrong.append((SIGNATURE, "it is no signature of this provenance" if same else
+        result.wrong.append((SIGNATURE, "it is no signature of this provenance" if document["signer"] == public else
                             f"another key has signed this: {document['signer'] or 'unknown'}"))  # fmt: skip
 
 
@@ -245,12 +220,10 @@ def verify_files(inside: Store, listed: Listed, document: Mapping[str, Any], fir
     This reads no tensors, because the checksums of their blocks are compared.
     """
     recorded = document["files"]
-    wrong = []
-    for name in sorted(recorded)[first::among]:
-        if why := _difference(inside, listed, name, recorded[name]):
-            wrong.append((name, why))
+    wrong = [(name, difference) for name in sorted(recorded)[first::among]
+             if (difference := _difference(inside, listed, name, recorded[name]))]  # fmt: skip
     if not first:
-        present = {name for name in inside.names() if FILE_NAME.fullmatch(name)}
+        present = {name for name in inside.names() if checkpoint_directory.FILE_NAME.fullmatch(name)}
         wrong += [(name, "it is not among the files of this checkpoint") for name in sorted(present - {*recorded})]
     return wrong
 
@@ -260,22 +233,20 @@ def _difference(inside: Store, listed: Listed, name: str, recorded: Mapping[str,
         nbytes = inside.nbytes(name)
         card = _card(inside, name)
         if card is not None and card.attempt != listed.card.attempt:
-            return f"it is of another checkpoint: of {_which_card(card)}"
+            return f"it is of another checkpoint: of {_checkpoint_of(card)}"
         if card is not None and name.startswith("rank-") and card.rank != int(re.findall(r"\d+", name)[0]):
-            return (
-                "it is the file that commits a checkpoint" if card.rank < 0 else f"it is the file of rank {card.rank}"
-            )
+            return f"it is the file {f'of rank {card.rank}' if card.rank >= 0 else 'that commits a checkpoint'}"
         if nbytes != recorded["nbytes"]:
             return f"it has {nbytes} bytes, but had {recorded['nbytes']} when it was drained"
-        made = hashlib.sha256()
+        digest = hashlib.sha256()
         for start, end in _beside(_tensors(inside, name, card, nbytes), nbytes):
             for at in range(start, end, _CHUNK_NBYTES):
-                made.update(inside.read(name, at, min(_CHUNK_NBYTES, end - at)))
+                digest.update(inside.read(name, at, min(_CHUNK_NBYTES, end - at)))
     except FileNotFoundError as error:
         return "it is missing" if not _is_there(inside, name) else f"it cannot be read: {error}"
     except (CorruptSlot, OSError) as error:
         return f"it was changed: {error}"
-    return "" if made.hexdigest() == recorded["sha256"] else "it was changed: its SHA-256 is not the one recorded"
+    return "" if digest.hexdigest() == recorded["sha256"] else "it was changed: its SHA-256 is not the one recorded"
 
 
 def _is_there(inside: Store, name: str) -> bool:
@@ -301,11 +272,9 @@ def _tensors(inside: Store, name: str, card: Card | None, nbytes: int) -> list[t
     elif not re.fullmatch(r"rank-\d+\.h5", name):
         return []
     assert card is not None
-    raw = inside.read(name, card.index_start, card.index_nbytes)
-    places, _ = decode_places(raw, name, nbytes)
-    return [
-        (place.start, place.start + place.nbytes) for place in places.of.values() if place.nbytes and not place.packed
-    ]
+    places, _ = decode_places(inside.read(name, card.index_start, card.index_nbytes), name, nbytes)
+    return [(place.start, place.start + place.nbytes) for place in places.of.values()
+            if place.nbytes and not place.packed]  # fmt: skip
 
 
 def _beside(tensors: Sequence[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, int]]:
@@ -318,11 +287,11 @@ def _beside(tensors: Sequence[tuple[int, int]], nbytes: int) -> Iterator[tuple[i
         yield at, nbytes
 
 
-def _which_card(card: Card) -> str:
-    return _which(card.step, card.attempt.run_id.hex(), card.attempt.generation, card.world_size)
+def _checkpoint_of(card: Card) -> str:
+    return _checkpoint(card.step, card.attempt.run_id.hex(), card.attempt.generation, card.world_size)
 
 
-def _which(step: int, run: str, generation: int, world_size: int) -> str:
+def _checkpoint(step: int, run: str, generation: int, world_size: int) -> str:
     return f"step {step} of {many(world_size, 'rank')}, save {generation} of run {run[:8]}"
 
 
@@ -333,10 +302,7 @@ def versions_of(document: Mapping[str, Any]) -> str:
 
 def describe(document: Mapping[str, Any]) -> str:
     """Describe a provenance in one line."""
-    hosts = [node["host"] for node in document["nodes"]]
-    where = listed(hosts, _NAMED)
-    versions = versions_of(document)
+    hosts = listed([node["host"] for node in document["nodes"]], _NAMED) or "no node"
     by = "" if document["by"] == "job" else f", drained by `mlflash {document['by']}`"
-    ranks, saved = many(document["world_size"], "rank"), f"{document['saved'][:19]}Z"
-    return (f"step {document['step']} of job {document['job']}: {ranks} on {where or 'no node'}, "
-            f"{document['redundancy']}; saved {saved}{by}; {versions}")  # fmt: skip
+    return (f"step {document['step']} of job {document['job']}: {many(document['world_size'], 'rank')} on {hosts}, "
+            f"{document['redundancy']}; saved {document['saved'][:19]}Z{by}; {versions_of(document)}")  # fmt: skip

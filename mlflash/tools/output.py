@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import sys
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..text import show_seconds
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -21,45 +22,17 @@ _WIDE = 200  # columns, if the output is not a terminal
 _PATIENCE_S = 1.0  # before a progress bar appears
 
 
-class _Stdout(io.RawIOBase):
-    """Writes to a file descriptor. When the reader has gone, as after ``| head``, it drops the output."""
-
-    def __init__(self, number: int):
-        self._number, self._is_read = number, True
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._number
-
-    def isatty(self) -> bool:
-        return os.isatty(self._number)
-
-    def write(self, content: Any) -> int:
-        if self._is_read:
-            try:
-                return os.write(self._number, content)
-            except BrokenPipeError:
-                self._is_read = False
-        return len(content)
+def print_answer(as_json: bool, document: Any, words: str | Callable[[Console], None]) -> None:
+    """Print what a command has found: the document for programs, or words or a table for people."""
+    try:
+        _print(json.dumps(document, indent=1) if as_json else words)
+    except BrokenPipeError:  # its reader has gone, as after ``| head``, and the exit code still says how all is
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def outlive_readers() -> None:
-    """Let this process continue and keep its exit code when the reader of its stdout has gone.
-
-    Do nothing if stdout was replaced, as in tests.
-    """
-    if sys.stdout is sys.__stdout__ and sys.stdout is not None and not sys.stdout.isatty():
-        sys.stdout.flush()
-        raw = io.BufferedWriter(_Stdout(sys.stdout.fileno()))
-        sys.stdout = io.TextIOWrapper(raw, sys.stdout.encoding, sys.stdout.errors)
-
-
-def answer(as_json: bool, document: Any, words: str | Callable[[Console], None]) -> None:
-    """Print what a command found: the document for programs, or words or a table for people. Rank 0 calls it."""
-    if as_json or isinstance(words, str):
-        click.echo(json.dumps(document, indent=1) if as_json else words)
+def _print(words: str | Callable[[Console], None]) -> None:
+    if isinstance(words, str):
+        click.echo(words)
         return
     from rich.console import Console
 
@@ -70,8 +43,7 @@ def answer(as_json: bool, document: Any, words: str | Callable[[Console], None])
     console = Console(width=_WIDE, highlight=False, markup=False)
     with console.capture() as shown:
         words(console)
-    for line in shown.get().splitlines():
-        click.echo(line.rstrip())
+    click.echo("\n".join(line.rstrip() for line in shown.get().splitlines()))
 
 
 def new_table(*columns: str) -> Table:
@@ -83,6 +55,16 @@ def new_table(*columns: str) -> Table:
     for name in columns:
         table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left")
     return table
+
+
+def age_s(unix_ns: int) -> float:
+    """Return the seconds since a time."""
+    return round(max(0.0, time.time() - unix_ns / 1e9), 3)
+
+
+def show_age(unix_ns: int) -> str:
+    """Write the time since a time."""
+    return show_seconds(age_s(unix_ns))
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import click
 
@@ -16,11 +15,10 @@ from ..mpi.world import World, gather_from_all
 from ..text import show_bytes, show_seconds
 from . import completion, on_disk
 from .jobs import choose_job
-from .node_memory import look_around
-from .options import directory_option, job_option, json_option, memory_option, settings
-from .output import answer, progress_bar
-from .restorability import Restorability, survival, what_is_restorable
-from .run_on_ranks import FINE, WRONG, run_together
+from .node_memory import Restorability, look_around, survival, what_is_restorable
+from .options import directory_option, job_option, json_option, memory_option
+from .output import progress_bar
+from .run_on_ranks import Answer, together
 from .status import describe, describe_lost
 
 _LOOK_S = 0.2
@@ -35,7 +33,8 @@ _redundancy_option = click.option(
 @job_option
 @memory_option
 @json_option
-def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> None:
+@together
+def scavenge(world: World, config: Config, job: str | None) -> Answer | None:
     """Copy the newest checkpoint of a dead job from memory to DIRECTORY.
 
     Start it under srun or mpiexec, with one process or more on each node that is left:
@@ -46,49 +45,41 @@ def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> Non
     It rebuilds lost slots from copies or parity. Memory stays as it is. Exits with 1 if a process of the job is alive,
     or if DIRECTORY does not have the newest committed step afterwards.
     """
-    given = settings(memory, job, directory)
-
-    def work(world: World) -> int:
-        started = time.perf_counter()
-        name = choose_job(world, given, job, is_live=False)
-        before = _outlook(world, given, name)
-        stored = on_disk.look_into(world, given.directory)
-        newest, lost = before.newest, before.lost
-        drain, nbytes = None, 0
-        if newest is not None:
-            with _checkpointer(given, name, "none") as checkpointer:  # no protection: any number of nodes is enough
-                drain = checkpointer.scavenge()
-                if drain is not None:
-                    _wait(checkpointer, drain, world.rank == 0)
-            nbytes = sum(gather_from_all(world, 0 if drain is None else drain.nbytes))
-        if world.rank:
-            return FINE
-        drained = stored.newest if stored is not None else None
-        beyond = lost or newest  # if the directory does not have it either, it is gone
-        covered = drain is not None or (
-            drained is not None and (beyond is None or drained.card.attempt.generation >= beyond.attempt.generation)
-        )
-        lines = [describe_lost(lost)] if lost is not None else []
-        if drain is not None:
-            seconds = show_seconds(time.perf_counter() - started)
-            lines.append(f"step {drain.step} was drained to {drain.path}: {show_bytes(nbytes)} in {seconds}")
-        elif newest is not None and not covered:
-            lines.append(f"step {newest.step} in memory is damaged: nothing was drained")
-        elif drained is not None:
-            lines.append(
-                f"memory has nothing newer than step {drained.step}, which {stored and stored.path} already has"
-            )
-        else:
-            lines.append("memory has nothing that can be restored, and the directory has nothing either"
-                         + _elsewhere(given, name))  # fmt: skip
-        step, path = (None, None) if drain is None else (drain.step, drain.path)
-        in_directory = step if step is not None else drained.step if drained is not None else None
-        document: dict[str, Any] = {"job": name, "drained": step, "path": path, "nbytes": nbytes,
-                                    "lost": None if lost is None else lost.step, "newest": in_directory}  # fmt: skip
-        answer(as_json, document, "\n".join(lines))
-        return FINE if covered else WRONG
-
-    run_together(given, as_json, work)
+    started = time.perf_counter()
+    name = choose_job(world, config, job, is_live=False)
+    before = _outlook(world, config, name)
+    stored = on_disk.look_into(world, config.directory)
+    newest, lost = before.newest, before.lost
+    drain, nbytes = None, 0
+    if newest is not None:
+        with _checkpointer(config, name, "none") as checkpointer:  # no protection: any number of nodes is enough
+            drain = checkpointer.scavenge()
+            if drain is not None:
+                _wait(checkpointer, drain, world.rank == 0)
+        nbytes = sum(gather_from_all(world, 0 if drain is None else drain.nbytes))
+    if world.rank:
+        return None
+    drained = stored.newest if stored is not None else None
+    beyond = lost or newest  # if the directory does not have it either, it is gone
+    covered = drain is not None or (
+        drained is not None and (beyond is None or drained.card.attempt.generation >= beyond.attempt.generation)
+    )
+    if drain is not None:
+        seconds = show_seconds(time.perf_counter() - started)
+        words = f"step {drain.step} was drained to {drain.path}: {show_bytes(nbytes)} in {seconds}"
+    elif newest is not None and not covered:
+        words = f"step {newest.step} in memory is damaged: nothing was drained"
+    elif drained is not None:
+        words = f"memory has nothing newer than step {drained.step}, which {stored and stored.path} already has"
+    else:
+        words = ("memory has nothing that can be restored, and the directory has nothing either"
+                 + _elsewhere(config, name))  # fmt: skip
+    in_directory = drain or drained
+    document = {
+        "job": name, "drained": drain and drain.step, "path": drain and drain.path, "nbytes": nbytes,
+        "lost": lost and lost.step, "newest": in_directory and in_directory.step,
+    }  # fmt: skip
+    return Answer(covered, document, f"{describe_lost(lost)}\n{words}" if lost is not None else words)
 
 
 @click.command()
@@ -97,7 +88,8 @@ def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> Non
 @job_option
 @memory_option
 @json_option
-def reprotect(directory: str | None, redundancy: str | None, job: str | None, memory: str, as_json: bool) -> None:
+@together
+def reprotect(world: World, config: Config, job: str | None, redundancy: str | None) -> Answer | None:
     """Make lost copies and parity of a dead job's newest checkpoint again, before you relaunch it.
 
     Start as many processes as the job had ranks, on the nodes where it will run:
@@ -105,60 +97,46 @@ def reprotect(directory: str | None, redundancy: str | None, job: str | None, me
     \b
     srun -n 64 --ntasks-per-node=8 mlflash reprotect --directory /lustre/me/run42
     """
-    given = settings(memory, job, directory)
-
-    def work(world: World) -> int:
-        name = choose_job(world, given, job, is_live=False)
-        before = _outlook(world, given, name)
-        newest = before.newest
-        if newest is None:
-            raise click.ClickException("memory has nothing that can be restored" + _elsewhere(given, name))
-        if newest.world_size != world.size:
-            raise click.UsageError(
-                f"step {newest.step} was saved by {newest.world_size} ranks, and you started {world.size}: start as "
-                f"many processes as the job had ranks (srun -n {newest.world_size} or mpiexec -n "
-                f"{newest.world_size}). `mlflash scavenge` works with any number"
-            )
-        with _checkpointer(given, name, redundancy or newest.scheme) as checkpointer:
-            step, wanted = checkpointer.reprotect(), checkpointer.survives
-        nodes = look_around(world, given.memory, name)
-        if world.rank:
-            return FINE
-        after = what_is_restorable(nodes, world.world is not None)
-        made = after.newest
-        survives = None if made is None else survival(nodes, made)
-        whole = made is not None and made.step == step
-        document = {"job": name, "step": step, "scheme": newest.scheme, "wanted": wanted,
-                    "survives": None if survives is None else str(survives)}  # fmt: skip
-        text = (
-            f"reprotected: {describe(made)}\nredundancy: {made.scheme}\n"
-            if made is not None
-            else "reprotected: nothing\n"
+    name = choose_job(world, config, job, is_live=False)
+    newest = _outlook(world, config, name).newest
+    if newest is None:
+        raise click.ClickException("memory has nothing that can be restored" + _elsewhere(config, name))
+    if newest.world_size != world.size:
+        raise click.UsageError(
+            f"step {newest.step} was saved by {newest.world_size} ranks, and you started {world.size}: start as many "
+            f"processes as the job had ranks (srun -n {newest.world_size} or mpiexec -n {newest.world_size}). "
+            "`mlflash scavenge` works with any number"
         )
-        text += f"survives the loss of: any process; {survives}"
-        answer(as_json, document, text)
-        return FINE if whole else WRONG
+    with _checkpointer(config, name, redundancy or newest.scheme) as checkpointer:
+        step, wanted = checkpointer.reprotect(), checkpointer.survives
+    nodes = look_around(world, config.memory, name)
+    if world.rank:
+        return None
+    made = what_is_restorable(nodes, world.world is not None).newest
+    survives = None if made is None else str(survival(nodes, made))
+    document = {"job": name, "step": step, "scheme": newest.scheme, "wanted": wanted, "survives": survives}
+    words = "nothing" if made is None else f"{describe(made)}\nredundancy: {made.scheme}"
+    return Answer(made is not None and made.step == step, document,
+                  f"reprotected: {words}\nsurvives the loss of: any process; {survives}")  # fmt: skip
 
-    run_together(given, as_json, work)
 
-
-def _elsewhere(given: Config, job: str) -> str:
-    others = [other for other in jobs_of(given.memory) if other != job]
+def _elsewhere(config: Config, job: str) -> str:
+    others = [other for other in jobs_of(config.memory) if other != job]
     return f"; this node holds nothing of {job}, but of {', '.join(others)}: name it with --job" if others else ""
 
 
-def _outlook(world: World, given: Config, job: str) -> Restorability:
+def _outlook(world: World, config: Config, job: str) -> Restorability:
     """Tell all ranks what all nodes can give. Collective."""
-    nodes = look_around(world, given.memory, job)
-    own_outlook = what_is_restorable(nodes, together=True) if world.rank == 0 else None
-    outlook: Restorability = world.broadcast(own_outlook, 0)
+    nodes = look_around(world, config.memory, job)
+    outlook: Restorability = world.broadcast(what_is_restorable(nodes, together=True) if world.rank == 0 else None, 0)
     return outlook
 
 
-def _checkpointer(given: Config, job: str, redundancy: str) -> Checkpointer:
+def _checkpointer(config: Config, job: str, redundancy: str) -> Checkpointer:
     """Make a Checkpointer on this command's MPI that drains, deletes and allocates nothing by itself. Collective."""
-    return Checkpointer(given.directory, job=job, memory=given.memory, redundancy=redundancy, reserve=0, drain_every=0,
-                        keep_last=0, keep_every=0, skip_stuck=0, fresh=False, heartbeat=False)  # fmt: skip
+    return Checkpointer(config.directory, job=job, memory=config.memory, redundancy=redundancy, reserve=0,
+                        drain_every=0, keep_last=0, keep_every=0, skip_stuck=0, fresh=False,
+                        heartbeat=False)  # fmt: skip
 
 
 def _wait(checkpointer: Checkpointer, drain: Drain, on: bool) -> None:

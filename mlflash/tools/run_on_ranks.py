@@ -1,15 +1,17 @@
-"""Run a command on several processes: they start together, rank 0 collects the results, and all end with one exit code.
+"""Run a command on several processes: they start together, rank 0 prints the answer, and all end with one exit code.
 
 Exit codes: 0: all is well. 1: something is wrong, or there is nothing to restore. 2: the command was called wrongly.
 
 ``python -m mlflash.tools.run_on_ranks -m MODULE ARGUMENTS`` replaces ``mpiexec python -m mpi4py -m MODULE
 ARGUMENTS`` where there is no MPI launcher. You start it once for each rank, with RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT. The ranks meet without MPI, and the courier of each rank runs the module. `mlflash run` scavenges with it.
+MASTER_PORT. The ranks meet without MPI, and the courier of each rank runs the module. `mlflash run` scavenges with it:
+MLFLASH_JOB and MLFLASH_MEMORY then lead to its own agents, which have imported everything already.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import runpy
@@ -18,15 +20,18 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import click
 
-from ..config import Config
 from ..errors import DeadlineExceeded, MlflashError
 from ..mpi.world import World, abort_all, find_comm, load_mpi
+from .options import settings
+from .output import print_answer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..launch.courier_process import Courier
 
 FINE, WRONG = 0, 1
@@ -35,34 +40,54 @@ _MEET_S = 120.0
 _LOOK_S = 600.0
 
 
-def run_together(given: Config, as_json: bool, work: Callable[[World], int]) -> NoReturn:
-    """Do the work of a command on all processes that run it, and end them with the exit code of rank 0.
+class Answer(NamedTuple):
+    """What a command has found: a document for programs, and words or a table for people."""
 
-    Collective over COMM_WORLD under an MPI launcher or srun. Otherwise this process is alone. An MlflashError or
-    ClickException of ``work`` must be the same on all ranks.
+    is_well: bool
+    document: Any
+    words: str | Callable[[Console], None]
+
+
+def together(work: Callable[..., Answer | None]) -> Callable[..., NoReturn]:
+    """Make a command of what all its processes do together.
+
+    ``work`` gets the world, the settings, the given job, and the options that are the command's own. The answer of rank
+    0 is printed and decides the exit code of all. Collective over COMM_WORLD under an MPI launcher or srun. Otherwise
+    this process is alone. An MlflashError or ClickException of ``work`` must be the same on all ranks.
     """
-    world: World | None = None
-    try:
-        world = World(find_comm(os.environ), given.here, given.timeout_s)
-        world.start_job(raise_deadline)
-        world.connect()
-        world.end_job()  # reading may take long, and the user who started the command sees its progress
-        code = work(world)
-    except (MlflashError, click.ClickException) as error:
-        code = error.exit_code if isinstance(error, click.ClickException) else WRONG
-        if world is None or world.rank == 0 or isinstance(error, DeadlineExceeded):
-            _say_error(error, as_json)
-        if isinstance(error, DeadlineExceeded):  # only this rank knows: the others may never arrive
+
+    @functools.wraps(work)
+    def command(memory: str, as_json: bool, job: str | None = None, directory: str | None = None, **own: Any
+                ) -> NoReturn:  # fmt: skip
+        config = settings(memory, job, directory)
+        world: World | None = None
+        code = FINE
+        try:
+            world = World(find_comm(os.environ), config.here, config.timeout_s)
+            world.start_job(raise_deadline)
+            world.connect()
+            world.end_job()  # reading may take long, and the user who started the command sees its progress
+            answer = work(world, config, job, **own)
+            if world.rank == 0 and answer is not None:
+                print_answer(as_json, answer.document, answer.words)
+                code = FINE if answer.is_well else WRONG
+        except (MlflashError, click.ClickException) as error:
+            code = error.exit_code if isinstance(error, click.ClickException) else WRONG
+            if world is None or world.rank == 0 or isinstance(error, DeadlineExceeded):
+                _say_error(error, as_json)
+            if isinstance(error, DeadlineExceeded):  # only this rank knows: the others may never arrive
+                _abort(world)
+        except Exception:
+            traceback.print_exc()
             _abort(world)
-    except Exception:
-        traceback.print_exc()
-        _abort(world)
-        code = WRONG
-    if world is not None:
-        sys.stdout.flush()
-        code = world.broadcast(code, 0)
-        world.free()
-    sys.exit(code)
+            code = WRONG
+        if world is not None:
+            sys.stdout.flush()
+            code = world.broadcast(code, 0)
+            world.free()
+        sys.exit(code)
+
+    return command
 
 
 def raise_deadline(error: DeadlineExceeded) -> None:
@@ -99,9 +124,10 @@ def main() -> int:
         return 2
     end = None
     try:
-        with contextlib.closing(Couriers(_ENTRY, os.environ, _MEET_S)) as couriers:
+        job, memory = os.environ.get("MLFLASH_JOB", ""), os.environ.get("MLFLASH_MEMORY", "")
+        with contextlib.closing(Couriers(_ENTRY, os.environ, _MEET_S, job=job, memory=memory)) as couriers:
             couriers.next_epoch(_MEET_S)
-            couriers.courier.trainer.sendall(json.dumps(sys.argv[2:]).encode() + b"\n")
+            couriers.courier.channel.sendall(json.dumps(sys.argv[2:]).encode() + b"\n")
             if couriers.size > 1:
                 couriers.wait_up(_MEET_S)
             while end is None:  # the program has its own deadlines
@@ -124,7 +150,7 @@ def run_in_courier(forked: Courier) -> None:
                   file=sys.stderr)  # fmt: skip
             raise SystemExit(WRONG)
         forked.tell_mpi_is_up()
-    with forked.trainer.makefile() as lines:
+    with forked.channel.makefile() as lines:
         module, *arguments = json.loads(lines.readline())
     sys.argv = [module, *arguments]
     code: Any = None

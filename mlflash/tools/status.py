@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,10 @@ from ..mpi.world import World
 from ..text import many, named, ranges, show_bytes
 from . import on_disk
 from .jobs import choose_job
-from .node_memory import File, Node, look_around
-from .on_disk import age_s, show_age
-from .options import job_options, settings
-from .output import answer, new_table
-from .restorability import Prospect, Restorability, Survival, survival, what_is_restorable
-from .run_on_ranks import FINE, WRONG, run_together
+from .node_memory import File, Node, Prospect, Restorability, Survival, look_around, survival, what_is_restorable
+from .options import job_options
+from .output import new_table, show_age
+from .run_on_ranks import Answer, together
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,7 +35,8 @@ _STUCK = 2  # restores of one attempt; from this number on the command mentions 
 
 @click.command()
 @job_options
-def status(directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
+@together
+def status(world: World, config: Config, job: str | None) -> Answer | None:
     """Show what is in memory, which losses it survives, and what was drained.
 
     \b
@@ -48,21 +46,14 @@ def status(directory: str | None, job: str | None, memory: str, as_json: bool) -
     Alone it looks at this node. It reads only headers: only `mlflash verify` reads every byte. Exits with 1 if a file
     is damaged, if a committed step is lost, or if nothing can be restored.
     """
-    given = settings(memory, job, directory)
-
-    def work(world: World) -> int:
-        state = look(world, given, job)
-        if world.rank:
-            return FINE
-        answer(as_json, state.to_json(), state.show)
-        return FINE if state.is_well else WRONG
-
-    run_together(given, as_json, work)
+    state = look(world, config, job)
+    return None if world.rank else Answer(state.is_well, state.to_json(), state.show)
 
 
 @click.command("list")
 @job_options
-def list_steps(directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
+@together
+def list_steps(world: World, config: Config, job: str | None) -> Answer | None:
     """List the checkpoints in memory and in the directory, newest first.
 
     \b
@@ -70,19 +61,13 @@ def list_steps(directory: str | None, job: str | None, memory: str, as_json: boo
 
     It looks where `mlflash status` looks. Exits with 1 if nothing can be restored.
     """
-    given = settings(memory, job, directory)
-
-    def work(world: World) -> int:
-        state = look(world, given, job)
-        if world.rank:
-            return FINE
-        document = state.to_json()
-        answer(as_json, {"job": state.job, "memory": document["attempts"], "unseen": document["unseen"],
-                         "directory": document["directory"]}, state.show_steps)  # fmt: skip
-        may_be_elsewhere = bool(state.outlook.unseen and state.outlook.prospects)
-        return FINE if state.taken is not None or may_be_elsewhere else WRONG
-
-    run_together(given, as_json, work)
+    state = look(world, config, job)
+    if world.rank:
+        return None
+    document = state.to_json()
+    is_well = state.taken is not None or bool(state.outlook.unseen and state.outlook.prospects)
+    return Answer(is_well, {"job": state.job, "memory": document["attempts"], "unseen": document["unseen"],
+                            "directory": document["directory"]}, state.show_steps)  # fmt: skip
 
 
 # The state of a job
@@ -109,18 +94,21 @@ class JobState:
             return False
         if self.outlook.unseen:  # what is on other nodes is unknown
             return bool(self.outlook.prospects)
-        drained = None if self.stored is None else self.stored.newest
-        is_lost = self.lost is not None and (
-            drained is None or drained.card.attempt.generation < self.lost.attempt.generation
-        )
+        lost, drained = self.lost, self.drained
+        is_lost = lost is not None and (drained is None or drained.generation < lost.attempt.generation)
         return not is_lost and self.taken is not None
 
     @property
     def taken(self) -> Attempt | None:
         """The attempt that a restore takes, as far as these nodes and the directory tell."""
-        in_memory, drained = self.outlook.newest, None if self.stored is None else self.stored.newest
-        attempts = [each for each in (in_memory and in_memory.attempt, drained and drained.card.attempt) if each]
+        attempts = [self.outlook.newest.attempt] if self.outlook.newest is not None else []
+        attempts += [self.drained] if self.drained is not None else []
         return max(attempts, key=lambda attempt: attempt.generation, default=None)
+
+    @property
+    def drained(self) -> Attempt | None:
+        newest = None if self.stored is None else self.stored.newest
+        return None if newest is None else newest.card.attempt
 
     @property
     def survives(self) -> Survival | None:
@@ -131,17 +119,14 @@ class JobState:
     def to_json(self) -> dict[str, Any]:
         survives, newest = self.survives, self.outlook.newest
         return {
-            "job": self.job,
-            "alive": any(node.pid is not None for node in self.nodes),
-            "well": self.is_well,
+            "job": self.job, "alive": any(node.pid is not None for node in self.nodes), "well": self.is_well,
             "newest": None if newest is None else newest.step,
             "verified": False,  # headers tell what was saved, not what can be loaded
             "survives": None if survives is None else dataclasses.asdict(survives) | {"words": str(survives)},
-            "unseen": list(self.outlook.unseen),
-            "attempts": [_attempt_to_json(attempt) for attempt in self.outlook.prospects],
-            "nodes": [_node_to_json(node) for node in self.nodes],
+            "unseen": list(self.outlook.unseen), "attempts": [each.to_json() for each in self.outlook.prospects],
+            "nodes": [node.to_json() for node in self.nodes],
             "directory": None if self.stored is None else self.stored.to_json(),
-        }
+        }  # fmt: skip
 
     def show(self, console: Console) -> None:
         console.print(_nodes_table(self.nodes))
@@ -217,22 +202,22 @@ class JobState:
         console.print(table)
 
 
-def look(world: World, given: Config, job: str | None) -> JobState:
+def look(world: World, config: Config, job: str | None) -> JobState:
     """Look at the memory and the directory of a job. Collective over the world; only rank 0 gets what is in memory.
 
     A live job may commit a step between the looks at two of its files, which then seem to belong to a step that is
     lost. So a step is lost only if the next look finds the same.
     """
-    name, before = choose_job(world, given, job), None
+    name, before = choose_job(world, config, job), None
     for _ in range(_LOOKS):
-        nodes = look_around(world, given.memory, name)
+        nodes = look_around(world, config.memory, name)
         outlook = what_is_restorable(nodes, world.world is not None)
         lost = None if outlook.lost is None else outlook.lost.attempt
         is_moving = lost is not None and lost != before and any(node.pid is not None for node in nodes)
         if not world.broadcast(is_moving, 0):
             break
         before = lost
-    return JobState(name, nodes, outlook, on_disk.look_into(world, given.directory), is_moving)
+    return JobState(name, nodes, outlook, on_disk.look_into(world, config.directory), is_moving)
 
 
 # In words
@@ -298,34 +283,3 @@ def _by_attempt(node: Node) -> list[list[tuple[File, Header]]]:
     for file, header in node.sealed:
         groups.setdefault(header.attempt, []).append((file, header))
     return [groups[attempt] for attempt in sorted(groups, key=lambda attempt: attempt.generation, reverse=True)]
-
-
-# As plain values
-
-
-def _attempt_to_json(attempt: Prospect) -> dict[str, Any]:
-    return {
-        "step": attempt.step, "generation": attempt.attempt.generation, "run": attempt.attempt.run_id.hex(),
-        "ranks": attempt.world_size, "scheme": attempt.scheme, "age_s": age_s(attempt.unix_ns),
-        "committed": attempt.committed, "restorable": attempt.choice is not None, "restores": attempt.restores,
-        "values": attempt.verdict.name.lower(), "nbytes": attempt.nbytes, "missing_ranks": list(attempt.missing),
-    }  # fmt: skip
-
-
-def _node_to_json(node: Node) -> dict[str, Any]:
-    return {"node": node.name, "path": node.path, "pid": node.pid, "drain_asked": node.drain_asked,
-            "nbytes": node.nbytes,
-            "files": [_file_to_json(file) for file in node.files]}  # fmt: skip
-
-
-def _file_to_json(file: File) -> dict[str, Any]:
-    header = file.header
-    document: dict[str, Any] = {"file": file.name, "nbytes": file.nbytes, "damage": file.damage or None, "holds": None}
-    if header is None:
-        return document
-    return document | {
-        "holds": header.kind.name.lower(), "step": header.step, "rank": header.rank, "ranks": header.world_size,
-        "generation": header.attempt.generation, "saved_on": header.node, "scheme": header.scheme,
-        "group": list(header.group), "committed": file.committed, "restores": file.restores,
-        "age_s": age_s(header.unix_ns), "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(header.unix_ns / 1e9)),
-    }  # fmt: skip

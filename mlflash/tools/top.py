@@ -6,8 +6,6 @@ import collections
 import contextlib
 import dataclasses
 import os
-import queue
-import select
 import socket
 import sys
 import termios
@@ -22,22 +20,20 @@ import click
 from ..errors import MlflashError
 from ..memory.node_directory import jobs_of
 from ..run.agents import Agents
+from ..run.launch_systems import OnSlurm, OnSsh, hosts_of, own_id
 from ..run.node_watch import ask
-from ..run.on_slurm import OnSlurm, hosts_of, own_id
-from ..run.on_ssh import OnSsh
 from ..telemetry.heartbeat import is_orphan, is_without_courier, live_jobs, read_heartbeats
 from ..telemetry.recorder import is_notable
 from ..text import many, named, show_bytes, show_seconds
 from .jobs import decide
 from .options import directory_option, job_option, memory_option, settings
-from .output import answer, new_table
+from .output import new_table, print_answer
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.table import Table
     from rich.text import Text
 
-_DRAW_S = 0.25
 Heartbeat = dict[str, Any]
 _QUIET_S = 60.0  # a rank without a heartbeat for this long gets a color
 _STYLES = {"gone": "bold red", "failed": "red", "no courier": "bold yellow", "starting": "cyan", "training": "green",
@@ -85,7 +81,10 @@ def top(directory: str | None, job: str | None, memory: str, hosts: str, rsh: st
             return look_here(memory, name) if agents is None else look_everywhere(agents, memory, name)
 
         if as_json or once or not (sys.stdin.isatty() and sys.stdout.isatty()):
-            _print_once(name, look(), as_json)
+            seen = look()
+            document = {"job": name, "at": seen.at, "ranks": seen.heartbeats, "silent": seen.silent,
+                        "unread": seen.unread, "free": dict(seen.free)}  # fmt: skip
+            print_answer(as_json, document, lambda console: console.print(Page(name, seen)))
         else:
             _watch(name, look, every or (1.0 if agents is None else 5.0))
 
@@ -102,44 +101,32 @@ def _others(hosts: str, rsh: str, slurm_job: str) -> Agents | None:
     raise click.ClickException(f"Slurm knows no nodes of job {job}")
 
 
-def _print_once(job: str, look: Look, as_json: bool) -> None:
-    document = {"job": job, "at": look.at, "ranks": look.heartbeats, "silent": look.silent, "unread": look.unread,
-                "free": dict(look.free)}  # fmt: skip
-    answer(as_json, document, lambda console: console.print(Page(job, look)))
-
-
 def _watch(job: str, look: Callable[[], Look], every_s: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    shown, looks = look(), queue.SimpleQueue[Look]()
-    threading.Thread(target=_keep_looking, args=(look, every_s, shown, looks), daemon=True).start()
+    looks = collections.deque([look()], maxlen=1)
+    threading.Thread(target=_keep_looking, args=(look, every_s, looks), daemon=True).start()
     before = termios.tcgetattr(sys.stdin)
     try:
         tty.setcbreak(sys.stdin)
-        with Live(console=Console(highlight=False), screen=True, auto_refresh=False) as live:
-            while True:
-                live.update(Page(job, shown), refresh=True)
-                is_typed, _, _ = select.select([sys.stdin], [], [], _DRAW_S)
-                if is_typed and os.read(sys.stdin.fileno(), 1) in (b"q", b"Q", b"\x04", b""):
-                    return
-                while not looks.empty():
-                    shown = looks.get()
+        with Live(get_renderable=lambda: Page(job, looks[0]), console=Console(highlight=False), screen=True):
+            while os.read(sys.stdin.fileno(), 1) not in (b"q", b"Q", b"\x04", b""):
+                pass
     except KeyboardInterrupt:
         pass
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _keep_looking(look: Callable[[], Look], every_s: float, last: Look, looks: queue.SimpleQueue[Look]) -> None:
+def _keep_looking(look: Callable[[], Look], every_s: float, looks: collections.deque[Look]) -> None:
     """Look again and again, on a thread, so that a node that does not answer cannot block the terminal."""
     while True:
         time.sleep(every_s)
         try:
-            last = look()
+            looks.append(look())
         except (MlflashError, OSError) as error:  # the next look may succeed
-            last = dataclasses.replace(last, wrong=f"the last look failed: {error}")
-        looks.put(last)
+            looks.append(dataclasses.replace(looks[0], wrong=f"the last look failed: {error}"))
 
 
 # What the ranks report
@@ -163,8 +150,8 @@ class Look:
         return None if None in steps else min(steps, default=None)
 
     @property
-    def seen(self) -> set[str]:
-        return {str(heartbeat["node"]) for heartbeat in self.heartbeats}
+    def seen(self) -> int:
+        return len({heartbeat["node"] for heartbeat in self.heartbeats})
 
     @property
     def nodes(self) -> int:
@@ -174,11 +161,9 @@ class Look:
 
 def look_here(memory: str, job: str) -> Look:
     """Look at this node."""
-    at = time.time()
-    space = os.statvfs(memory)
-    heard = read_heartbeats(memory, job)
-    free = ((socket.gethostname(), space.f_bavail * space.f_frsize),)
-    return Look(at, _newest(heard.heartbeats), free, unread=tuple(heard.unread))
+    at, space, read = time.time(), os.statvfs(memory), read_heartbeats(memory, job)
+    free = (socket.gethostname(), space.f_bavail * space.f_frsize)
+    return Look(at, _newest(read.heartbeats), (free,), unread=tuple(read.unread))
 
 
 def look_everywhere(agents: Agents, memory: str, job: str) -> Look:
@@ -187,8 +172,8 @@ def look_everywhere(agents: Agents, memory: str, job: str) -> Look:
     answers, unread = ask(agents, hosts, "status", memory=memory, job=job, interface="")
     heartbeats = [heartbeat for document in answers.values() for heartbeat in document["heartbeats"]]
     free = tuple((host, int(document["free"])) for host, document in answers.items())
-    silent = tuple(host for host in hosts if host not in answers)
-    return Look(at, _newest(heartbeats), free, silent, unread=tuple(unread))
+    return Look(at, _newest(heartbeats), free, tuple(host for host in hosts if host not in answers),
+                unread=tuple(unread))  # fmt: skip
 
 
 def jobs_everywhere(agents: Agents, memory: str) -> list[str]:
@@ -237,27 +222,25 @@ class Page:
         look = self._look
         clock = time.strftime("%H:%M:%S", time.localtime(look.at))
         yield Text.assemble(("mlflash ", "bold"), f"{self._job}   ", (clock, "dim"))
-        if not look.heartbeats:
-            yield Text("no rank of this job has made a Checkpointer on the nodes that were read", style="yellow")
-        else:
-            yield from _summary(look)
+        if look.heartbeats:
+            yield from (Text(line, style=style) for line, style in _summary(look))
             is_short = options.height is not None and len(look.heartbeats) > max(4, options.height - _AROUND)
             yield _table(console, options, look, is_short)
+        else:
+            yield Text("no rank of this job has made a Checkpointer on the nodes that were read", style="yellow")
         for warning in _warnings(look):
             yield Text(warning, style="yellow")
 
 
-def _summary(look: Look) -> Iterator[Text]:
-    """Say how many ranks there are, how far they are, whom they wait for, and how much memory there is."""
-    from rich.text import Text
-
+def _summary(look: Look) -> Iterator[tuple[str, str]]:
+    """Say how many ranks there are, how far they are, whom they wait for, and how much memory there is, with styles."""
     heartbeats, step = look.heartbeats, look.committed
     states, ranks = [*map(state_of, heartbeats)], heartbeats[0]["ranks"]
     alive, ended = len(states) - states.count("gone") - states.count("failed"), states.count("ended")
     text = f"{ended} of {ranks} ranks have ended" if ended == len(states) else f"{alive - ended} of {ranks} ranks alive"
-    schemes = sorted({str(heartbeat.get("redundancy", "")) for heartbeat in heartbeats} - {""})
-    yield Text.assemble((text, "" if alive == ranks else "bold red"), f" on {len(look.seen)} of "
-                        f"{many(look.nodes, 'node')}; redundancy {', '.join(schemes) or 'unknown'}")  # fmt: skip
+    schemes = ", ".join(sorted({str(heartbeat.get("redundancy", "")) for heartbeat in heartbeats} - {""}))
+    yield (f"{text} on {look.seen} of {many(look.nodes, 'node')}; redundancy {schemes or 'unknown'}",
+           "" if alive == ranks else "bold red")  # fmt: skip
     parts = ["checkpoint none yet" if step is None else f"checkpoint step {step}"]
     first = next((heartbeat for heartbeat in heartbeats if heartbeat["committed"] == step), heartbeats[0])
     if int(first.get("saves", 0)) > 1 and "committed" in first["times"]:
@@ -265,19 +248,16 @@ def _summary(look: Look) -> Iterator[Text]:
         parts.append(f"every {show_seconds(passed_s / (int(first['saves']) - 1))}")
     parts.append(f"last sign {_age(look.at - max(float(heartbeat['beat']) for heartbeat in heartbeats))} ago")
     if restored := next((heartbeat for heartbeat in heartbeats if heartbeat["restored"] is not None), None):
-        ago = _age(look.at - float(restored["times"]["restored"]))
-        parts.append(f"restored step {restored['restored']} from {restored['source']} {ago} ago")
-    yield Text(", ".join(parts))
+        age = _age(look.at - float(restored["times"]["restored"]))
+        parts.append(f"restored step {restored['restored']} from {restored['source']} {age} ago")
+    yield ", ".join(parts), ""
     if is_notable(float(first.get("slowest_s", 0.0)), float(first.get("commit_s", 0.0))):
-        yield Text(
-            f"the last commit waited for rank {first.get('slowest', '?')}: {show_seconds(first['slowest_s'])} "
-            f"late in {first.get('slowest_in', '?')}, on {first.get('slowest_on', '?')}",
-            style="yellow",
-        )
+        yield (f"the last commit waited for rank {first.get('slowest', '?')}: {show_seconds(first['slowest_s'])} late "
+               f"in {first.get('slowest_in', '?')}, on {first.get('slowest_on', '?')}", "yellow")  # fmt: skip
     for host, free in look.free[:4]:
         # If there is only one host, all ranks are on it, whatever MLFLASH_NODE calls their nodes.
         held = sum(int(h.get("held", 0)) for h in heartbeats if len(look.free) == 1 or h["node"] == host)
-        yield Text(f"memory of {host}: {show_bytes(held)} held, {show_bytes(free)} free", style="dim")
+        yield f"memory of {host}: {show_bytes(held)} held, {show_bytes(free)} free", "dim"
 
 
 def _table(console: Console, options: ConsoleOptions, look: Look, is_short: bool) -> Table:
@@ -287,23 +267,29 @@ def _table(console: Console, options: ConsoleOptions, look: Look, is_short: bool
         lines[str(heartbeat["node"]), 0 if is_short else int(heartbeat["rank"])].append(heartbeat)
     rows = [{"node": node, count: str(len(heartbeats) if is_short else rank), **_cells(look, heartbeats)}
             for (node, rank), heartbeats in sorted(lines.items())]  # fmt: skip
-    columns, dispensable = [*rows[0]], [*_DISPENSABLE]
-    while True:
+    for dropped in range(len(_DISPENSABLE) + 1):
+        columns = [name for name in rows[0] if name.lstrip(">") not in _DISPENSABLE[:dropped]]
         table = new_table(*columns)
         for column in table.columns:
             column.no_wrap = True
         for row in rows:
             table.add_row(*(row[name] for name in columns))
-        needed = console.measure(table, options=options.update(width=1000)).maximum
-        if needed <= options.max_width or not dispensable:
-            return table
-        dropped = dispensable.pop(0)
-        columns = [name for name in columns if name.lstrip(">") != dropped]
+        if console.measure(table, options=options.update(width=1000)).maximum <= options.max_width:
+            break
+    return table
 
 
 def _cells(look: Look, heartbeats: Sequence[Heartbeat]) -> dict[str, str | Text]:
     """Return the cells of a rank, or of a node: each shows the node's rank that is furthest behind."""
     from rich.text import Text
+
+    def lowest(key: str) -> str:
+        steps = [heartbeat[key] for heartbeat in heartbeats]
+        return "-" if None in steps else str(min(steps))
+
+    def longest(key: str) -> str:
+        times_s = [float(heartbeat[key]) for heartbeat in heartbeats if heartbeat.get(key) is not None]
+        return show_seconds(max(times_s)) if times_s else "-"
 
     states = [state_of(heartbeat) for heartbeat in heartbeats]
     worst = next(state for state in _STYLES if state in states)
@@ -311,29 +297,16 @@ def _cells(look: Look, heartbeats: Sequence[Heartbeat]) -> dict[str, str | Text]
     quiet = look.at - min(float(heartbeat["beat"]) for heartbeat in heartbeats)
     is_quiet = worst in ("training", "starting", "no courier") and quiet > _QUIET_S
     latest = max(heartbeats, key=lambda heartbeat: float(heartbeat.get("late_s", 0.0)))
-    late: str | Text = "-"
-    if is_notable(float(latest.get("late_s", 0.0)), float(latest.get("commit_s", 0.0))):
-        late = Text(f"{show_seconds(latest['late_s'])} {latest.get('late_in', '')}", style="yellow")
+    is_late = is_notable(float(latest.get("late_s", 0.0)), float(latest.get("commit_s", 0.0)))
+    late = f"{show_seconds(latest['late_s'])} {latest.get('late_in', '')}" if is_late else "-"
     return {
         "state": Text(worst if count == len(heartbeats) else f"{count} {worst}", style=_STYLES[worst]),
-        ">saved": _lowest(heartbeats, "saved"),
-        ">checkpoint": _lowest(heartbeats, "committed"),
+        ">saved": lowest("saved"), ">checkpoint": lowest("committed"),
         ">last sign": Text(_age(quiet), style="yellow" if is_quiet else ""),
-        ">stall": _longest(heartbeats, "stall_s"),
-        ">commit": _longest(heartbeats, "commit_s"),
-        ">late": late,
+        ">stall": longest("stall_s"), ">commit": longest("commit_s"),
+        ">late": Text(late, style="yellow" if is_late else ""),
         ">memory": show_bytes(sum(int(heartbeat.get("held", 0)) for heartbeat in heartbeats)),
-    }
-
-
-def _lowest(heartbeats: Sequence[Heartbeat], key: str) -> str:
-    steps = [heartbeat[key] for heartbeat in heartbeats]
-    return "-" if None in steps else str(min(steps))
-
-
-def _longest(heartbeats: Sequence[Heartbeat], key: str) -> str:
-    times_s = [float(heartbeat[key]) for heartbeat in heartbeats if heartbeat.get(key) is not None]
-    return show_seconds(max(times_s)) if times_s else "-"
+    }  # fmt: skip
 
 
 def _age(seconds: float) -> str:
@@ -351,5 +324,5 @@ def _warnings(look: Look) -> Iterator[str]:
         yield f"no courier on {named(lost)}: training continues, but saves are not committed; the log says why"
     if failed := sum(int(heartbeat.get("failed", 0)) for heartbeat in look.heartbeats if heartbeat["rank"] == 0):
         yield f"{many(failed, 'save')} of this run did not become checkpoints: the log says why"
-    if not look.silent and len(look.seen) < look.nodes:
-        yield f"{many(look.nodes - len(look.seen), 'other node')} not asked: use --slurm-job ID or --hosts A,B"
+    if not look.silent and look.seen < look.nodes:
+        yield f"{many(look.nodes - look.seen, 'other node')} not asked: use --slurm-job ID or --hosts A,B"

@@ -19,10 +19,10 @@ from ..text import many, show_bytes
 from . import completion, on_disk
 from .jobs import choose_job
 from .node_memory import Changed, File, Sealed, look
-from .on_disk import Key, Provenance, describe
-from .options import job_options, settings
-from .output import answer, progress_bar
-from .run_on_ranks import FINE, WRONG, run_together
+from .on_disk import Provenance, describe
+from .options import job_options
+from .output import progress_bar
+from .run_on_ranks import Answer, together
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,7 +76,8 @@ class Checked:
 @click.option("--key", metavar="PUBLIC.pem", shell_complete=completion.files,
               help="Require that this key signed each checkpoint in the directory.")  # fmt: skip
 @job_options
-def verify(key: str | None, directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
+@together
+def verify(world: World, config: Config, job: str | None, key: str | None) -> Answer | None:
     """Read every byte in memory and in the directory, and compare it with its checksum.
 
     \b
@@ -86,46 +87,38 @@ def verify(key: str | None, directory: str | None, job: str | None, memory: str,
     Alone it reads the memory of this node. It changes nothing, and the job may be alive. Exits with 1 if anything is
     damaged, is not signed by --key, or if nothing is there.
     """
-    given = settings(memory, job, directory)
-    if key is not None and directory is None:
+    if key is not None and config.directory is None:
         raise click.UsageError("--key needs --directory, because checkpoints in memory are not signed")
+    name = choose_job(world, config, job)
+    stored = on_disk.look_into(world, config.directory)
+    if stored is not None and stored.is_missing:
+        raise click.ClickException(f"the directory {stored.path} does not exist")
+    in_memory = _verify_memory(world, config, name)
+    in_directory = [] if stored is None else _verify_directory(world, stored, key)
+    document = {"job": name, "memory": [place.to_json() for place in in_memory],
+                "directory": [place.to_json() for place in in_directory]}  # fmt: skip
+    places = [*in_memory, *in_directory]
+    is_empty = not any(place.files or place.being_written for place in places)
 
-    def work(world: World) -> int:
-        name = choose_job(world, given, job)
-        stored = on_disk.look_into(world, given.directory)
-        if stored is not None and stored.is_missing:
-            raise click.ClickException(f"the directory {stored.path} does not exist")
-        in_memory = _verify_memory(world, given, name)
-        in_directory = [] if stored is None else _verify_directory(world, stored, key)
-        if world.rank:
-            return FINE
-        all_checked = [*in_memory, *in_directory]
-        document = {"job": name, "memory": [place.to_json() for place in in_memory],
-                    "directory": [place.to_json() for place in in_directory]}  # fmt: skip
-        places = all_checked if any(place.files or place.being_written for place in all_checked) else []
+    def show(console: Console) -> None:
+        for place in () if is_empty else places:
+            place.show(console)
+        if is_empty:
+            console.print("nothing is there")
 
-        def show(console: Console) -> None:
-            for place in places:
-                place.show(console)
-            if not places:
-                console.print("nothing is there")
-
-        answer(as_json, document, show)
-        return FINE if places and not any(place.damaged for place in places) else WRONG
-
-    run_together(given, as_json, work)
+    return Answer(not is_empty and not any(place.damaged for place in places), document, show)
 
 
-def _verify_memory(world: World, given: Config, job: str) -> list[Checked]:
-    """Verify the memory of all nodes; the processes of a node share its files. Collective; rank 0 gets the result."""
+def _verify_memory(world: World, config: Config, job: str) -> list[Checked]:
+    """Verify the memory of all nodes; the processes of a node share its files. Collective."""
     checked: list[Checked] = []
     error: MlflashError | None = None
     try:
-        node = look(given.memory, job, world.node_name)
+        node = look(config.memory, job, world.node_name)
         checked.append(Checked(node.name))
         total = sum(file.header.extents.body_nbytes for file in node.files if file.header)
         with (progress_bar("memory", total // world.local_size, world.rank == 0) as advance,
-              contextlib.closing(NodeDirectory(given.memory, job, make=False)) as held):  # fmt: skip
+              contextlib.closing(NodeDirectory(config.memory, job, make=False)) as held):  # fmt: skip
             for file in node.files[world.local_rank :: world.local_size]:
                 _verify_file(held, file, checked[0], advance)
     except FileNotFoundError:  # the job's memory was deleted meanwhile
@@ -157,7 +150,10 @@ def _verify_file(held: NodeDirectory, file: File, checked: Checked, advance: Cal
 
 
 def _verify_directory(world: World, stored: on_disk.DirectoryContents, key_file: str | None) -> list[Checked]:
-    key = _key(world, key_file)
+    try:
+        key = world.on_all(lambda: public_key(key_file) if key_file is not None and world.rank == 0 else None)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
     store = open_store(stored.path)
     checked: list[Checked] = []
     total = sum(on_disk.stored_nbytes(store, listed) for listed in stored.listed) if world.rank == 0 else 0
@@ -170,13 +166,6 @@ def _verify_directory(world: World, stored: on_disk.DirectoryContents, key_file:
         damage = ("the file that commits the checkpoint", "its first bytes are damaged")
         checked.append(Checked(f"{stored.path}/{folder}", 1, 0, [damage]))
     return _join(world, checked)
-
-
-def _key(world: World, file: str | None) -> Key | None:
-    try:
-        return world.on_all(lambda: public_key(file) if file is not None and world.rank == 0 else None)
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from None
 
 
 def _join(world: World, of_rank: list[Checked]) -> list[Checked]:

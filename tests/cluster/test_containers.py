@@ -64,8 +64,8 @@ from mlflash.launch.couriers import Couriers
 couriers = Couriers("wireup_courier:serve", os.environ, 60)
 couriers.next_epoch(60)
 couriers.wait_up(60)
-couriers.courier.trainer.settimeout(60)
-with couriers.courier.trainer.makefile("rw") as lines:
+couriers.courier.channel.settimeout(60)
+with couriers.courier.channel.makefile("rw") as lines:
     lines.write(json.dumps(["pass on", 1 << 22]) + "\\n")
     lines.flush()
     print(lines.readline() or "nothing: its courier has ended")

@@ -23,7 +23,7 @@ MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 PROGRAM = """
 import ctypes, os, signal, sys
 here = int(os.environ.get("PMI_RANK", "0"))
-from mlflash.tools import doctor, doctor_checks, doctor_watchdog
+from mlflash.tools import doctor, doctor_checks, doctor_findings
 doctor_checks._SLOW_GBS = doctor_checks._SLOW_RDMA_GBS = 0
 doctor_checks._SKEW_S = float("inf")
 def put(subject, name, check):
@@ -47,14 +47,14 @@ put("MPI", "_CHECKS_OF_ALL_RANKS", clocks)
 """
 # The checks before this one may take as long as they take.
 WATCH_PARITY_ONLY = """
-class Watch(doctor_watchdog.Watch):
+class Watch(doctor_findings.Watch):
     def __init__(self, *given):
         self.given, self._child = given, None
     def begin(self, pending, known):
         if pending.check == "parity":
             super().__init__(*self.given)
             super().begin(pending, known)
-doctor.Watch, doctor_watchdog._GRACE_S = Watch, 2
+doctor.Watch, doctor_findings._GRACE_S = Watch, 2
 def parity(context):
     {end}
 put("software", "_CHECKS", parity)

@@ -30,7 +30,7 @@ from processes import free_port, runs
 from waiting import until
 
 from mlflash.crash_points import POINTS
-from mlflash.launch import mpich_segments
+from mlflash.launch import courier_mpi
 
 pytestmark = pytest.mark.gate
 
@@ -169,7 +169,7 @@ class Chain:
         """End whatever still runs."""
         self._trainers.close()
         _kill(_started_in(self._root))
-        mpich_segments.remove_unmapped(_segments() - self._segments)
+        courier_mpi.remove_unmapped(_segments() - self._segments)
 
     def kill(self, kill: Kill) -> None:
         """Check what the last kill has left, and kill the next launch; where something is wrong, note it."""
@@ -318,7 +318,7 @@ def _kill(pids: Sequence[int]) -> None:
 
 def _segments() -> set[str]:
     """Shared memory of MPI."""
-    return {path.name for path in Path("/dev/shm").iterdir() if mpich_segments.is_segment(path.name)}
+    return {path.name for path in Path("/dev/shm").iterdir() if courier_mpi.is_segment(path.name)}
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from mlflash.config import slots_of
 from mlflash.placement.protection_groups import place
 from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import describe, of
-from mlflash.tools.plan_schemes import Job, node_nbytes
+from mlflash.tools.plan import Job, node_nbytes
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size

@@ -50,8 +50,8 @@ def environment_for(folder: Path, source: str) -> dict[str, str]:
 def run(agent: AgentClient, epoch: int = 1) -> Any:
     """Let a courier run to its end, in a job of one rank; say how it ended."""
     with agent.channel(epoch):
-        mine = ["node", "", []]
-        told = agent.ask("next", PATIENCE_S, channel=epoch, last=epoch - 1, mine=mine, within_s=1.0, up_s=PATIENCE_S)
+        facts = ["node", "", []]
+        told = agent.ask("next", PATIENCE_S, channel=epoch, last=epoch - 1, facts=facts, within_s=1.0, up_s=PATIENCE_S)
         assert told["number"] == epoch and told["nodes"] == [0]
         assert agent.wait_for(lambda: told["epoch"] in agent.ended, PATIENCE_S)
     return agent.ended[told["epoch"]]
@@ -341,7 +341,7 @@ def test_an_epoch_that_begins_while_a_rank_withdraws_is_over_for_all(launch: Sta
 def test_an_epoch_that_is_over_before_a_courier_is_forked_leaves_none_behind(launch: Start) -> None:
     ranks = launch(2)
     first, second = ranks.seat(0), ranks.seat(1)
-    fields = {"last": 0, "mine": ["", "", []], "within_s": PATIENCE_S, "up_s": PATIENCE_S}
+    fields = {"last": 0, "facts": ["", "", []], "within_s": PATIENCE_S, "up_s": PATIENCE_S}
     told = call(lambda: second.agent.ask("next", PATIENCE_S, channel=1, **fields))
     epoch = first.next_epoch(PATIENCE_S).epoch
     first.announce_end(PATIENCE_S)
@@ -360,14 +360,14 @@ def test_a_courier_that_hears_nothing_of_its_pmi_takes_no_descriptor_from_others
         "        if courier.rank:\n"
         "            pmi.shutdown(socket.SHUT_RD)\n"
         "        pmi.sendall(b'cmd=barrier_in\\n')\n"
-        "        courier.trainer.sendall(b'' if courier.rank else pmi.recv(100))\n"
+        "        courier.channel.sendall(b'' if courier.rank else pmi.recv(100))\n"
         "        time.sleep(1000)\n"
     )
     ranks = launch(2, source)
     first, _ = ranks.seat(0), ranks.seat(1)
     assert ranks.epoch() == 1
-    first.courier.trainer.settimeout(PATIENCE_S)
-    assert first.courier.trainer.recv(100) == b"cmd=barrier_out rc=0\n"
+    first.courier.channel.settimeout(PATIENCE_S)
+    assert first.courier.channel.recv(100) == b"cmd=barrier_out rc=0\n"
     have_told(first)  # and the agent has told both couriers
     before = descriptors(first.agent.pid)
     others = [agent_process.connect_again(first.agent._name) for _ in range(20)]
@@ -414,7 +414,7 @@ def test_who_departs_is_told_if_nobody_hears_it_and_who_waits_hears_it_though_th
 def test_a_connection_for_a_courier_that_comes_too_late_is_closed(tmp_path: Path) -> None:
     agent = start(tmp_path, "from mlflash.launch import seat\nseat._CHANNEL_S = 1.0\nrun = print\n", mpi=False)
     with pytest.raises(AgentRefused, match="its connection for the courier has not come"):
-        agent.ask("next", PATIENCE_S, channel=1, last=0, mine=["", "", []], within_s=PATIENCE_S, up_s=PATIENCE_S)
+        agent.ask("next", PATIENCE_S, channel=1, last=0, facts=["", "", []], within_s=PATIENCE_S, up_s=PATIENCE_S)
     with agent.channel(1) as late:
         late.settimeout(PATIENCE_S)
         assert late.recv(1) == b""

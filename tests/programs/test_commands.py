@@ -35,8 +35,7 @@ from mlflash.state.layout import Extents
 from mlflash.state.leaves import Entry
 from mlflash.tools.inspect_step import statistics
 from mlflash.tools.jobs import decide
-from mlflash.tools.node_memory import File, Node, Sealed, look
-from mlflash.tools.restorability import survival, what_is_restorable
+from mlflash.tools.node_memory import File, Node, Sealed, look, survival, what_is_restorable
 
 UID = os.getuid()
 STATE = {

@@ -14,7 +14,7 @@ from harness import SUPPORT, PlainRanks
 from processes import plain_environment
 from waiting import until
 
-from mlflash.launch.mpich_segments import named_after
+from mlflash.launch.courier_mpi import named_after
 
 pytestmark = needs.MPI
 SHM = Path("/dev/shm")

@@ -354,9 +354,9 @@ class Couriers:
         WORLD.trainers[pidfd] = trainer
         machine.MPI.worlds[courier] = network.world(courier)
         running = SimpleNamespace(
-            number=epoch.number, trainer=ours, pid=courier.pid, cores=frozenset(), process=courier, is_up=False
+            number=epoch.number, channel=ours, pid=courier.pid, cores=frozenset(), process=courier, is_up=False
         )
-        forked = SimpleNamespace(trainer=theirs, trainer_pidfd=pidfd, has_mpi=True, trains_on=frozenset(),
+        forked = SimpleNamespace(channel=theirs, trainer_pidfd=pidfd, has_mpi=True, trains_on=frozenset(),
                                  tell_mpi_is_up=lambda: setattr(running, "is_up", True))  # fmt: skip
 
         def main() -> None:
@@ -373,7 +373,7 @@ class Couriers:
     def _kill(self) -> None:
         if self._running is not None:
             self._end_courier()
-            self._running.trainer.close()
+            self._running.channel.close()
             self._running = None
 
     def announce_end(self, timeout_s: float) -> None:
@@ -401,7 +401,7 @@ class Couriers:
 
     def close(self, timeout_s: float = 10.0, kill: bool = True) -> None:
         if self._running is not None and not kill:
-            self._running.trainer.shutdown(socket.SHUT_WR)
+            self._running.channel.shutdown(socket.SHUT_WR)
             end = WORLD.kernel.now + timeout_s
             while self._running.process.is_alive and WORLD.kernel.now < end:
                 WORLD.kernel.sleep(0.01)

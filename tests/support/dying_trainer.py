@@ -18,7 +18,7 @@ from traps import set_traps
 from waiting import PATIENCE_S, hang, take, until
 
 import mlflash
-from mlflash.launch.mpich_segments import mapped_by
+from mlflash.launch.courier_mpi import mapped_by
 from mlflash.launch.rendezvous import who_am_i
 
 STEP_KILLED = "step killed"  # while the second save is committed, and holds

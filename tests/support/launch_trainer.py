@@ -19,8 +19,8 @@ from waiting import PATIENCE_S, hang, until
 
 from mlflash.errors import DeadlineExceeded, MlflashError
 from mlflash.launch.agent_client import HubLost
+from mlflash.launch.courier_mpi import named_after
 from mlflash.launch.couriers import Couriers, RunningCourier
-from mlflash.launch.mpich_segments import named_after
 
 options: dict[str, Any] = json.loads(sys.argv[1])
 FOLDER = Path(options["folder"])
@@ -33,8 +33,8 @@ def say(rank: int, **known: Any) -> None:
 
 
 def ask(courier: RunningCourier, *command: Any) -> Any:
-    courier.trainer.settimeout(PATIENCE_S)
-    with courier.trainer.makefile("rw") as lines:
+    courier.channel.settimeout(PATIENCE_S)
+    with courier.channel.makefile("rw") as lines:
         lines.write(json.dumps(command) + "\n")
         lines.flush()
         return json.loads(lines.readline() or "null")

@@ -14,7 +14,7 @@ def serve(courier: Courier) -> None:
 
     MPI.Init_thread(MPI.THREAD_MULTIPLE)
     courier.tell_mpi_is_up()
-    with courier.trainer.makefile("rw") as lines:
+    with courier.channel.makefile("rw") as lines:
         for line in lines:
             command, *values = json.loads(line)
             if command == "end":
@@ -39,4 +39,4 @@ def pass_on(world: Any, nbytes: int) -> bool:
 
 def before_mpi(courier: Courier) -> None:
     """Never comes to MPI_Init, so that the others wait in theirs."""
-    select.select([courier.trainer], [], [])
+    select.select([courier.channel], [], [])

@@ -7,15 +7,7 @@ import os
 import pytest
 
 from mlflash.launch import courier_cores
-from mlflash.launch.courier_cores import (
-    Domains,
-    Seat,
-    choose,
-    choose_among,
-    from_list,
-    own_seat,
-    to_list,
-)
+from mlflash.launch.courier_cores import Domains, RankCores, choose, choose_among, from_list, own_rank_cores, to_list
 
 ALL = frozenset(range(16))
 # Two sockets, cores 0-3 and 4-7; the second halves of these are 8-11 and 12-15.
@@ -26,7 +18,7 @@ FLAT = Domains(lambda core: frozenset(), lambda core: frozenset({core}))
 
 def chosen(trainers: list[str], domains: Domains = HOST, may_have: frozenset[int] = ALL) -> list[str]:
     """What each courier of a host gets; "": what its trainer has."""
-    seats = [Seat(from_list(cores), may_have) for cores in trainers]
+    seats = [RankCores(from_list(cores), may_have) for cores in trainers]
     return [to_list(choose(seats, mine, domains) or ()) for mine in range(len(seats))]
 
 
@@ -53,12 +45,12 @@ def test_a_job_gets_no_more_than_its_cgroup_leaves_it() -> None:
     assert chosen(["0,8"], may_have=from_list("0,8")) == [""]
 
 
-def test_what_ranks_tell_of_their_seats_is_read_in_the_order_of_ranks() -> None:
-    told = {str(rank): Seat(frozenset({rank}), from_list("2,9-10,900-905")).to_text() for rank in (10, 9, 2)}
-    assert [to_list(choose_among(told, rank) or ()) for rank in ("2", "9", "10")] == ["900-901", "902-903", "904-905"]
+def test_what_ranks_tell_of_their_cores_is_read_in_the_order_of_ranks() -> None:
+    texts = {rank: RankCores(frozenset({rank}), from_list("2,9-10,900-905")).to_text() for rank in (10, 9, 2)}
+    assert [to_list(choose_among(texts, rank) or ()) for rank in (2, 9, 10)] == ["900-901", "902-903", "904-905"]
     for wrong in ("", "0-3", "0-3 x", "0 99999", "0 1 2"):
         with pytest.raises(ValueError, match=r".+"):
-            choose_among({"0": wrong}, "0")
+            choose_among({0: wrong}, 0)
 
 
 def test_lists_are_those_of_the_kernel() -> None:
@@ -71,9 +63,9 @@ def test_lists_are_those_of_the_kernel() -> None:
 
 def test_what_a_process_could_have_is_found_and_its_mask_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.sched_getaffinity(0)
-    seat = own_seat({})
+    seat = own_rank_cores({})
     assert os.sched_getaffinity(0) == before == seat.trains_on <= seat.may_have
     monkeypatch.setattr(courier_cores, "_could_have", lambda: seat.trains_on | {998, 999})
-    assert own_seat({}).may_have == seat.trains_on | {998, 999}
+    assert own_rank_cores({}).may_have == seat.trains_on | {998, 999}
     told = {"SLURM_CPUS_ON_NODE": str(len(before))}  # of a Slurm that confines nobody: those may be another job's
-    assert own_seat(told).may_have == before
+    assert own_rank_cores(told).may_have == before

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlflash.errors import WorldMismatch
-from mlflash.launch.launcher_variables import (
-    Launched,
-    is_on_one_host,
-    launched,
-    name_of_launch,
-    without_launcher,
-)
+from mlflash.launch.launcher_variables import Launched, is_on_one_host, launched, name_of_launch, without_launcher
 
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "9", "HYDI_CONTROL_FD": "7", "MPI_LOCALRANKID": "1"}
 PRTERUN = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
@@ -76,20 +70,13 @@ def test_what_contradicts_itself_is_refused(environment: dict[str, str], text: s
 
 
 def test_an_agent_knows_of_no_launcher_and_sees_no_gpu() -> None:
-    tuning = {
-        "MPIR_CVAR_CH4_NETMOD": "ofi",
-        "UCX_TLS": "tcp",
-        "FI_PROVIDER": "tcp",
-        "SLURM_JOB_ID": "7",
-        "PATH": "/bin",
-    }
+    tuning = {"MPIR_CVAR_CH4_NETMOD": "ofi", "UCX_TLS": "tcp", "FI_PROVIDER": "tcp", "SLURM_JOB_ID": "7",
+              "PATH": "/bin"}  # fmt: skip
     gone = {"PMIX_SERVER_URI": "x", "HYDRA_TOPOLIB": "x", "PRTE_X": "1", "SLURM_PMI_FD": "4", "SLURM_PMIX_X": "1",
             "OMPI_MCA_osc": "^ucx", "CUDA_VISIBLE_DEVICES": "0,1", "OPENBLAS_NUM_THREADS": "64"}  # fmt: skip
     left = without_launcher({**HYDRA, **PRTERUN, **tuning, **gone})
-    cleared = dict.fromkeys(
-        ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"), ""
-    )
-    assert left == {**tuning, **cleared, "OPENBLAS_NUM_THREADS": "1"}
+    gpus = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+    assert left == {**tuning, **dict.fromkeys(gpus, ""), "OPENBLAS_NUM_THREADS": "1"}
     assert launched(left) == Launched(0, 1, 0, "none")
 
 

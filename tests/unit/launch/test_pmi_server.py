@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlflash.launch.pmi_server import NodeEpoch, PmiServer
-from mlflash.launch.process_mapping import blocks, mapping, nodes_of
+from mlflash.launch.pmi_server import NodeEpoch, PmiServer, blocks, mapping, nodes_of
 
 
 def read_as_mpich(text: str, size: int) -> list[int]:
@@ -128,14 +127,11 @@ def test_what_is_no_pmi_ends_the_process_that_sent_it(client: Client, line: str,
     assert client.server.fileno() == -1
 
 
+words = st.sampled_from([b"kvsname=e1", b"key=k", b"key=PMI_process_mapping", b"value=v", b"=", b"rc=0", b"value=\\"])
 line = st.binary(max_size=60) | st.builds(
     lambda command, words: b" ".join([b"cmd=" + command, *words]),
     st.sampled_from([b"init", b"put", b"get", b"barrier_in", b"finalize", b"abort", b"get_maxes", b""]),
-    st.lists(
-        st.sampled_from([b"kvsname=e1", b"key=k", b"key=PMI_process_mapping", b"value=v", b"=", b"rc=0", b"value=\\"])
-        | st.binary(max_size=10),
-        max_size=4,
-    ),
+    st.lists(words | st.binary(max_size=10), max_size=4),
 )
 
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import datetime
+import secrets
 import stat
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as distributed
 from waiting import PATIENCE_S
 
 from mlflash.errors import DeadlineExceeded, UnsafePath, WorldMismatch
 from mlflash.launch.launcher_variables import Launched
-from mlflash.launch.rendezvous import meeting_of, ports_of, who_am_i
-from mlflash.launch.secret import TOKEN, token_of
+from mlflash.launch.rendezvous import TOKEN, meeting_of, ports_of, share_by_store, token_of, who_am_i
 
 TEXT = "10.0.0.1,4000,abcdef"
 PRTERUN = {"PMIX_NAMESPACE": "prterun-host-7@1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
+SIZE = 4
+Store = Callable[[], Any]
 PORTS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -132,3 +137,47 @@ def test_a_rank_is_what_torch_distributed_says_where_no_launcher_does(torch: Any
         who_am_i({"RANK": "0", "WORLD_SIZE": "3"})
     torch.is_initialized = lambda: False
     assert who_am_i({}) == Launched(0, 1, 0, "none")
+
+
+# A store of torch's, whatever earlier launches have left in it
+
+
+@pytest.fixture(params=["tcp", "file", "hash"])
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """Connects to a store as one more rank of it."""
+    if request.param == "hash":
+        store = distributed.HashStore()
+        return lambda: store
+    if request.param == "file":
+        return lambda: distributed.FileStore(str(tmp_path / "store"), -1)
+    server = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    within = datetime.timedelta(seconds=PATIENCE_S)
+    return lambda: server and distributed.TCPStore("127.0.0.1", server.port, is_master=False, timeout=within)
+
+
+def meet(connect: Store, text: str) -> list[str]:
+    """Let all ranks come, and give what each gets."""
+
+    def come(rank: int) -> str:
+        return share_by_store(distributed, connect(), rank, SIZE, text if rank == 0 else None, PATIENCE_S)
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        return list(pool.map(come, range(SIZE)))
+
+
+def test_all_ranks_get_the_text_of_their_launch(connect: Store) -> None:
+    for text in ("10.0.0.1,4000,abc", "fe80::1,4000,def"):
+        assert meet(connect, text) == [text] * SIZE
+
+
+def test_what_ranks_of_earlier_launches_have_left_is_passed_by(connect: Store) -> None:
+    """Of one that was killed when it had asked; when it was answered; and of a rank 0 that gave another text."""
+    left, dead = distributed.PrefixStore("mlflash", connect()), secrets.token_hex(8)
+    for rank in range(1, SIZE):
+        left.set(f"ask/{rank}", f"{dead}{rank}")
+    left.set(f"answer/{dead}1", "old")
+    left.set(f"answer/{dead}2", "old")
+    for rank in (2, 3):
+        left.set(f"got/{dead}{rank}", "the word of a rank 0 that is dead")
+    assert meet(connect, "new") == ["new"] * SIZE
+    assert meet(connect, "newer") == ["newer"] * SIZE

@@ -25,7 +25,7 @@ from mlflash.launch.lines import pack
 from mlflash.launch.own_process import running
 from mlflash.run import agents
 from mlflash.run.agents import Agents
-from mlflash.run.on_ssh import OnSsh, address_of
+from mlflash.run.launch_systems import OnSsh, address_of
 from mlflash.run.started_ranks import StartedRanks
 from mlflash.run.started_ranks import start as start_ranks
 
@@ -44,7 +44,7 @@ raise SystemExit(3)
 """
 SUPERVISOR = """
 from mlflash.run.agents import Agents
-from mlflash.run.on_ssh import OnSsh
+from mlflash.run.launch_systems import OnSsh
 from mlflash.run.started_ranks import start
 with Agents(OnSsh(["a"], {shell!r})) as agents:
     start(agents, ["a"], 2, {argv!r}, {{}})._over.wait()
@@ -166,9 +166,11 @@ def test_a_host_that_does_not_answer_is_named_and_no_rank_is_started_elsewhere(
 def test_what_cannot_be_started_is_said_with_the_host(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with Agents(OnSsh(["a"], str(tmp_path / "ssh"))) as launcher:
-        ranks = start_ranks(launcher, ["a"], 1, ["/no/such/program"], {})
-        assert code_of(ranks) == 127
+    with Agents(OnSsh(["a", "a"], str(tmp_path / "ssh"))) as launcher:
+        assert launcher.hosts == ["a"], "a host that is named twice is one node"
+        ranks = start_ranks(launcher, ["a"], 3, ["/no/such/program"], {})
+        assert ranks._over.wait(10.0) and ranks.poll() == 127, "an agent whose ranks do not end is lost after 15 s"
+        assert launcher.is_there("a")
     assert "no rank on a: /no/such/program cannot be started: No such file" in capfd.readouterr().err
     monkeypatch.setattr(os, "getcwd", lambda: "/not/there")
     assert code_of(start("a", "true")) == 1
@@ -178,17 +180,6 @@ def test_what_cannot_be_started_is_said_with_the_host(
     (tmp_path / "here").rmdir()
     with pytest.raises(LaunchFailed, match="no directory to start in"):
         start("a", "true")
-
-
-def test_ranks_that_cannot_be_started_end_at_once_and_cost_no_agent(start: Start, tmp_path: Path) -> None:
-    with Agents(OnSsh(["a"], str(tmp_path / "ssh"))) as launcher:
-        ranks = start_ranks(launcher, ["a"], 3, ["/no/such/program"], {})
-        assert ranks._over.wait(10.0) and ranks.poll() == 127, "an agent whose ranks do not end is lost after 15 s"
-        assert launcher.is_there("a")
-
-
-def test_a_host_that_is_named_twice_is_one_node() -> None:
-    assert OnSsh(["a", "b", "a"]).hosts == ["a", "b"]
 
 
 @pytest.mark.parametrize("told", ["the supervisor's", "the agent's"])

@@ -13,7 +13,7 @@ from processes import killed_in_the_end
 from unit.kept_job import is_gone
 from waiting import PATIENCE_S, until
 
-from mlflash.launch.ranks import is_stopped
+from mlflash.launch.rank_processes import is_stopped
 from mlflash.run import forked_spare
 
 PROGRAM = """

@@ -22,18 +22,17 @@ from waiting import until
 
 from mlflash.launch.lines import pack
 from mlflash.run.agents import Agents
-from mlflash.run.launch_system import RunLog
+from mlflash.run.launch_systems import OnSsh
 from mlflash.run.membership import Deadlines
-from mlflash.run.on_ssh import OnSsh
-from mlflash.run.started_ranks import KeptRanks, start_kept
+from mlflash.run.started_ranks import KeptRanks, RunLog, start_kept
 
 LATER_S = 60.0  # without a sign of life; where nothing is to be lost for that, on a busy machine
 SUPERVISOR = """
 import sys, threading
 from mlflash.run.agents import Agents
-from mlflash.run.launch_system import RunLog
+from mlflash.run.started_ranks import RunLog
 from mlflash.run.membership import Deadlines
-from mlflash.run.on_ssh import OnSsh
+from mlflash.run.launch_systems import OnSsh
 from mlflash.run.started_ranks import start_kept
 with Agents(OnSsh(["a", "b"], {shell!r}), 2.0) as agents:
     argv = [sys.executable, "-c", {program!r}, {folder!r}]

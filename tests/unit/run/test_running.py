@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from mlflash.run import first_node_guard
 from mlflash.run.agents import Agents
+from mlflash.run.launch_systems import OnSsh, is_lost
 from mlflash.run.node_watch import Looks, Watch, ask
-from mlflash.run.on_slurm import is_lost
-from mlflash.run.on_ssh import OnSsh
 from mlflash.run.supervisor import Restarts, choose_nodes
-from mlflash.tools.run import run
+from mlflash.tools.run_job import run
 
 HOSTS = [f"n{number}" for number in range(8)]
 
@@ -90,21 +89,9 @@ def test_a_node_that_is_out_of_service_is_lost_and_one_that_trains_goes_on(state
 
 
 PULSE: dict[str, Any] = {
-    "format": 1,
-    "run": "r",
-    "rank": 0,
-    "ranks": 2,
-    "node": "a",
-    "pid": 7,
-    "beat": 1.0,
-    "times": {"restored": 1.0},
-    "state": "started",
-    "alive": True,
-    "saved": 12,
-    "committed": 11,
-    "restored": 10,
-    "source": "memory",
-}
+    "format": 1, "run": "r", "rank": 0, "ranks": 2, "node": "a", "pid": 7, "beat": 1.0, "times": {"restored": 1.0},
+    "state": "started", "alive": True, "saved": 12, "committed": 11, "restored": 10, "source": "memory",
+}  # fmt: skip
 
 
 class Nodes:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from mlflash.run import processes, supervisor
-from mlflash.run.launch_system import RunLog, RunOptions
 from mlflash.run.processes import ask_within
-from mlflash.run.started_ranks import StartedRanks
+from mlflash.run.started_ranks import RunLog, StartedRanks
+from mlflash.run.supervisor import RunOptions
 
 END_S = 60
 TRACEE = """

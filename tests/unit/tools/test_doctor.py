@@ -20,8 +20,8 @@ from mlflash.config import from_environment
 from mlflash.launch.launcher_variables import Launched, launched
 from mlflash.memory.memory_limits import headroom
 from mlflash.placement.topology import Node
-from mlflash.run.on_slurm import LaunchFailed
-from mlflash.tools import doctor_checks, plan_schemes
+from mlflash.run.launch_systems import LaunchFailed
+from mlflash.tools import doctor_checks, plan
 from mlflash.tools.doctor_findings import Context, Diagnosis, Finding, Level, fine, merge, warning, wrong
 
 pytestmark = pytest.mark.slow  # a tool beside the engine
@@ -170,9 +170,9 @@ def test_what_a_job_takes_is_what_plan_says() -> None:
     need, words = doctor_checks.count_need(
         context({"MLFLASH_REDUNDANCY": "xor:4"}, nbytes=GIB, own_slots=3, nodes=4, ranks_per_node=8)
     )
-    job = plan_schemes.Job(("a", "b", "c", "d"), 8, GIB, own_slots=3)
-    ((scheme, placed),), _ = plan_schemes.consider(job, ["xor:4"])
-    planned = plan_schemes.scheme_costs(job, scheme, placed, 1, None)
+    job = plan.Job(("a", "b", "c", "d"), 8, GIB, own_slots=3)
+    ((scheme, placed),), _ = plan.consider(job, ["xor:4"])
+    planned = plan.scheme_costs(job, scheme, placed, 1, None)
     assert need == planned.memory_nbytes > 24 * GIB and headroom(need) == planned.spare_nbytes == SPARE
     assert words == "8 ranks of 1 GiB, 3 slots each, xor:4 over 4 nodes"
     assert "protects nothing on one node" in doctor_checks.count_need(context(nbytes=GIB))[1]
@@ -233,32 +233,31 @@ def test_a_world_of_another_size_is_an_error(started: Launched, size: int, level
         assert words.startswith("4 ranks, which meet by MASTER_ADDR and MASTER_PORT; ")
 
 
-@pytest.mark.parametrize(("library", "flag"), [
-    ("MPICH 5.0.2", "--mpi=pmi2,"), ("Open MPI 5.0.11", "--mpi=pmix,"), ("Cray MPICH 8.1.27", "--mpi=cray_shasta,"),
-    ("Intel MPI 2021.18", "--mpi=pmi2, with I_MPI_PMI_LIBRARY="), ("MVAPICH 4.0", "--mpi=pmi2,"),
-])  # fmt: skip
-def test_each_mpi_has_its_flag_of_srun(library: str, flag: str) -> None:
-    assert flag in doctor_checks.judge_size(Launched(0, 4, 0, "srun"), 1, library).advice
+def test_each_mpi_has_its_flag_of_srun() -> None:
+    for library, flag in (
+        ("MPICH 5.0.2", "--mpi=pmi2,"), ("Open MPI 5.0.11", "--mpi=pmix,"), ("Cray MPICH 8.1.27", "--mpi=cray_shasta,"),
+        ("Intel MPI 2021.18", "--mpi=pmi2, with I_MPI_PMI_LIBRARY="), ("MVAPICH 4.0", "--mpi=pmi2,"),
+    ):  # fmt: skip
+        assert flag in doctor_checks.judge_size(Launched(0, 4, 0, "srun"), 1, library).advice
 
 
 @pytest.mark.parametrize(
-    ("places", "level", "text"),
+    ("other", "are_named", "level", "text"),
     [
-        ([("a boot", "1", "a"), ("a boot", "1", "a")], OK, "1 node"),
-        ([("a boot", "1", "a"), ("b other", "1", "b")], OK, "2 nodes, each with its own memory"),
-        ([("a boot", "1", "a"), ("c other", "", "c")], ERROR, "c has no /dev/shm"),
-        ([("a boot", "1", "a"), ("a boot", "2", "a")], ERROR, "ranks on a do not see the same /dev/shm: rank 1 has"),
-        ([("a boot", "1", "a"), ("a2 boot", "1", "a2")], ERROR, "two of them are one node: a and a2"),
+        (("a boot", "1", "a"), False, OK, "1 node"),
+        (("b other", "1", "b"), False, OK, "2 nodes, each with its own memory"),
+        (("c other", "", "c"), False, ERROR, "c has no /dev/shm"),
+        (("a boot", "2", "a"), False, ERROR, "ranks on a do not see the same /dev/shm: rank 1 has"),
+        (("a boot", "2", "b"), True, OK, "2 nodes"),  # the user has named them, and they may be on one host
+        (("a2 boot", "1", "a2"), False, ERROR, "two of them are one node: a and a2"),
     ],
 )
-def test_nodes_are_told_apart_by_their_memory(places: list[tuple[str, str, str]], level: Level, text: str) -> None:
-    found, words, _ = result(doctor_checks.judge_nodes([Node(*place) for place in places], "/dev/shm", are_named=False))
-    assert found == level and text in words
-
-
-def test_nodes_that_the_user_has_named_may_be_on_one_host() -> None:
-    nodes = [Node("a boot", "1", "n0"), Node("a boot", "2", "n1")]
-    assert doctor_checks.judge_nodes(nodes, "/dev/shm", are_named=True).level is OK
+def test_nodes_are_told_apart_by_their_memory(
+    other: tuple[str, str, str], are_named: bool, level: Level, text: str
+) -> None:
+    nodes = [Node("a boot", "1", "a"), Node(*other)]
+    judged, words, _ = result(doctor_checks.judge_nodes(nodes, "/dev/shm", are_named))
+    assert judged == level and text in words
 
 
 def test_a_slow_network_is_worth_a_warning() -> None:
@@ -299,16 +298,14 @@ def at(finding: Finding, node: str, rank: int, subject: str = "memory") -> Findi
 
 def test_what_is_the_same_is_one_line_and_numbers_become_ranges() -> None:
     text = "{free_nbytes} free of {kind}"
-    lines = merge(
-        [
-            at(fine("space", text, free_nbytes=3 * GIB, kind="tmpfs"), "a", 0),
-            at(warning("clock", "late", "set it"), "a", 0),
-            at(fine("space", text, free_nbytes=5 * GIB, kind="tmpfs"), "b", 1),
-            at(fine("space", text, free_nbytes=3 * GIB, kind="disk"), "b", 2),
-            at(fine("space", text, free_nbytes=3 * GIB, kind="tmpfs"), "b", 2, subject="other"),
-            at(wrong("space", "full", "delete"), "c", 3),
-        ]
-    )
+    lines = merge([
+        at(fine("space", text, free_nbytes=3 * GIB, kind="tmpfs"), "a", 0),
+        at(warning("clock", "late", "set it"), "a", 0),
+        at(fine("space", text, free_nbytes=5 * GIB, kind="tmpfs"), "b", 1),
+        at(fine("space", text, free_nbytes=3 * GIB, kind="disk"), "b", 2),
+        at(fine("space", text, free_nbytes=3 * GIB, kind="tmpfs"), "b", 2, subject="other"),
+        at(wrong("space", "full", "delete"), "c", 3),
+    ])  # fmt: skip
     assert [(line.check, line.fill(line.text), line.nodes, line.ranks) for line in lines] == [
         ("space", "full", ("c",), (3,)),  # the worst of a check first
         ("space", "3 to 5 GiB free of tmpfs", ("a", "b"), (0, 1)),
@@ -359,13 +356,9 @@ def test_alone_it_looks_at_this_node_and_leaves_nothing(shm: Path) -> None:
     assert [list(ranks) for ranks in found["nodes"].values()] == [[0]]
     assert list(shm.iterdir()) == [] and done.stderr == ""
 
-
-@needs.MPI
-def test_for_people_it_prints_a_line_for_each_check(shm: Path) -> None:
     text = doctor("--memory", shm).stdout
     assert text.startswith("1 rank on 1 node, started alone\n\nMPI\nok       library            ")
-    assert "no GPU here" in text or "x NVIDIA" in text
-    assert text.splitlines()[-1].startswith("0 errors, ")
+    assert ("no GPU here" in text or "x NVIDIA" in text) and text.splitlines()[-1].startswith("0 errors, ")
 
 
 @needs.MPI

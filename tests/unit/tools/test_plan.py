@@ -23,7 +23,7 @@ from mlflash.placement.protection_groups import place
 from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import of
 from mlflash.text import read_bytes, read_seconds, show_bytes, show_seconds
-from mlflash.tools.plan_schemes import SCHEMES, Costs, Job, node_nbytes, scheme_costs, share_uncovered, waste
+from mlflash.tools.plan import SCHEMES, Costs, Job, node_nbytes, scheme_costs, share_uncovered, waste
 
 pytestmark = pytest.mark.slow  # a tool beside the engine
 

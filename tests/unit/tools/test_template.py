@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from mlflash.cli import main
 from mlflash.tools import template
-from mlflash.tools.run import run as run_command
+from mlflash.tools.run_job import run as run_command
 from mlflash.tools.template import TEMPLATES, word_of_shell
 
 REPO = Path(__file__).parents[3]

@@ -1,20 +1,27 @@
-"""Slurm: one step of srun starts an agent on each node of this allocation, and a further one on a node that is back."""
+"""The systems that have the nodes of a run, and start an agent on each: Slurm, or ssh with a list of hosts."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
+import shlex
+import signal
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from ..errors import LaunchFailed
+from ..launch.agent_process import LOADED_BY
 from ..launch.launcher_variables import AGENT as GREETING
-from .launch_system import Process, System
-from .on_ssh import AGENT
-from .processes import ask_within, spawn
+from ..launch.own_process import running
+from .processes import ask_within, signal_group, spawn
 
+Process = subprocess.Popen[bytes]
+AGENT = running("mlflash.launch.agent")
 # If a number of cores per task were set, the step would get these cores for itself. Couriers must run on the cores that
 # training does not use. The agent gives each rank its cores.
 _CORES = ("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK")
@@ -22,8 +29,86 @@ _ASK_S = 30.0  # deadline of a question to Slurm
 _LOST = ("down", "error", "fail", "powered_down", "powering_down", "reboot")
 
 
+class System(Protocol):
+    """The system that has the nodes, and that starts agents on them: Slurm, or a remote shell.
+
+    Attributes:
+        hosts: all nodes, including spares, in order.
+        program: what starts agents, for messages.
+        is_here: whether all nodes are this host.
+    """
+
+    hosts: list[str]
+    program: str
+    is_here: bool = False
+
+    def gone(self, hosts: Sequence[str]) -> dict[str, str]:
+        """The given nodes that are out of service, with their state, as far as the system knows. Returns quickly."""
+        return {}
+
+    def unwanted(self, hosts: Sequence[str]) -> dict[str, str]:
+        """The given nodes on which no new run should start, with the reason. A run that is there may go on."""
+        return {}
+
+    def address_of(self, host: str) -> str:
+        """The name or address at which ranks reach a node."""
+        return host
+
+    def start_agents(self, hosts: list[str], greeting: Mapping[str, Any], **more: Any) -> dict[Process, list[str]]:
+        """Start an agent on each of these nodes. Return the processes that do it, each with its nodes.
+
+        Args:
+            greeting: what each agent must know (see `launch.agent`); nobody else may.
+            more: for `processes.spawn`.
+        """
+
+    def end_agents(self, process: Process) -> None:
+        """End a process of `start_agents` that has not ended by itself, with its agents."""
+        signal_group(process, signal.SIGKILL)
+
+
+class OnSsh(System):
+    """See `System`. ``shell``: ssh, or a program with the arguments of ssh."""
+
+    def __init__(self, hosts: Sequence[str], shell: str = "ssh"):
+        self.hosts, self._shell = list(dict.fromkeys(hosts)), shell
+        self._local = {"localhost", socket.gethostname()}
+        self.is_here = set(hosts) <= self._local
+        self.program = os.path.basename(shell)
+
+    def address_of(self, host: str) -> str:
+        if host in self._local:
+            return "127.0.0.1" if self.is_here else socket.gethostname()
+        return address_of(host)
+
+    def start_agents(self, hosts: list[str], greeting: Mapping[str, Any], **more: Any) -> dict[Process, list[str]]:
+        return {self._start_agent(host, {**greeting, "host": host}, more): [host] for host in hosts}
+
+    def _start_agent(self, host: str, greeting: Mapping[str, Any], more: Mapping[str, Any]) -> Process:
+        command = AGENT
+        if host not in self._local:
+            needed = [f"{name}={os.environ[name]}" for name in LOADED_BY if name in os.environ]
+            command = [self._shell, host, shlex.join(["env", *needed, *AGENT] if needed else AGENT)]
+        process: Process = spawn(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, **more)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # if it has ended, its exit code tells
+            stdin.write(json.dumps(greeting).encode() + b"\n")
+        return process
+
+
+def address_of(host: str) -> str:
+    """The name or address of a host that is written as ssh takes it.
+
+    Example: ``me@node1`` and ``ssh://me@node1:2222`` are node1, ``me@fe80::1`` and ``[fe80::1]`` are fe80::1.
+    """
+    if host.startswith("ssh://"):
+        return urlsplit(host).hostname or host
+    name = host.rpartition("@")[2]
+    return name[1:-1] if name.startswith("[") and name.endswith("]") else name
+
+
 class OnSlurm(System):
-    """See `launch_system.System`.
+    """See `System`.
 
     Args:
         job: id of the job whose nodes these are.
@@ -85,8 +170,8 @@ def own_id(environ: Mapping[str, str]) -> str:
 
 def hosts_of(job: str) -> list[str]:
     """The nodes that a job has now; none if it has ended. Raises LaunchFailed if Slurm does not answer."""
-    told = ask(["squeue", "--noheader", "--jobs", job, "--format", "%N"]).strip()
-    return names_in(told) if told else []
+    nodes = ask(["squeue", "--noheader", "--jobs", job, "--format", "%N"]).strip()
+    return names_in(nodes) if nodes else []
 
 
 def names_in(node_list: str) -> list[str]:

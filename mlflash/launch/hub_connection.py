@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .fork_server import Refused
 from .handshake import introduce
 from .lines import Connection
-from .pmi_server import NodeEpoch
-from .process_mapping import Block, nodes_of
+from .pmi_server import Block, NodeEpoch, nodes_of
 
 if TYPE_CHECKING:
     from .seat import Seat
@@ -43,7 +42,7 @@ class Departed(Exception):
         self.departure = departure
 
 
-class Begun(NamedTuple):
+class Epoch(NamedTuple):
     """An epoch, as all nodes are told."""
 
     name: str
@@ -54,7 +53,7 @@ class Begun(NamedTuple):
     here: NodeEpoch | None = None  # None: a job of one rank, without MPI
 
 
-class World:
+class HubConnection:
     """The connection of a node to one hub, and what its ranks there share.
 
     Args:
@@ -62,7 +61,7 @@ class World:
         empty: called when no rank of this node is left.
     """
 
-    def __init__(self, address: tuple[str, int], token: str, size: int, empty: Callable[[World], None]):
+    def __init__(self, address: tuple[str, int], token: str, size: int, empty: Callable[[HubConnection], None]):
         self.address, self.token, self.size = address, token, size
         self.seats: dict[int, Seat] = {}
         self._empty = empty
@@ -152,12 +151,12 @@ class World:
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         self._link.send({"id": number, "do": what, **fields})
         try:
-            told = await answer
+            reply = await answer
         finally:
             self._asked.pop(number, None)
-        if "error" in told:
-            raise Refused(told["error"])
-        return told["is"]
+        if "error" in reply:
+            raise Refused(reply["error"])
+        return reply["is"]
 
     def tell(self, what: str, **fields: Any) -> bool:
         """Tell the hub something. Return whether there is a connection: whoever needs it notices the loss."""
@@ -204,7 +203,7 @@ class World:
 
         self._epoch = NodeEpoch(name, nodes, count, fence)
         for seat in here:
-            seat.begin(Begun(name, number, nodes, reads, freed, self._epoch))
+            seat.begin(Epoch(name, number, nodes, reads, freed, self._epoch))
 
     def leave(self, seat: Seat) -> None:
         """Forget a rank of this node, and the hub with the last one."""

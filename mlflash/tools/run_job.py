@@ -17,12 +17,10 @@ from ..errors import ConfigError, LaunchFailed
 from ..launch import agent_process
 from ..run.agents import SILENCE_S, Agents
 from ..run.first_node_guard import guard_of
-from ..run.launch_system import RunLog, RunOptions, System
+from ..run.launch_systems import OnSlurm, OnSsh, System, names_in, own_id
 from ..run.membership import Deadlines
-from ..run.on_slurm import OnSlurm, names_in, own_id
-from ..run.on_ssh import OnSsh
-from ..run.started_ranks import start, start_kept
-from ..run.supervisor import Supervisor
+from ..run.started_ranks import RunLog, start, start_kept
+from ..run.supervisor import RunOptions, Supervisor
 from . import completion
 from .options import job_option, memory_option
 
@@ -102,9 +100,12 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
             click.echo(f"mlflash run: {DISABLE} is set: there are no checkpoints, and hangs are not detected", err=True)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
+    # "4(x2)" means four on each of two nodes.
+    tasks = os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "1")
+    tasks_per_node = int(tasks.split("(")[0].split(",")[0])
     try:
         options = RunOptions(
-            argv, nodes, ranks_per_node or _tasks_per_node(), min_nodes or 0, max_restarts, name, memory, directory,
+            argv, nodes, ranks_per_node or tasks_per_node, min_nodes or 0, max_restarts, name, memory, directory,
             keep_memory, hang_timeout, look_every, grace, gpus, interface,
         )  # fmt: skip
         system = _system(kind, shlex.split(srun_args), hosts.split(",") if hosts else ["localhost"], rsh)
@@ -119,7 +120,7 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
             kept = functools.partial(start_kept, agents, spares or 0, deadlines, journal)
             supervisor = Supervisor(agents, options, journal, kept if keep_alive else functools.partial(start, agents))
             for number in _SIGNALS:
-                signal.signal(number, lambda number, frame: setattr(supervisor, "told", number))
+                signal.signal(number, lambda number, frame: setattr(supervisor, "signal_number", number))
             code = supervisor.run()
         sys.exit(code)
     except LaunchFailed as error:
@@ -134,12 +135,6 @@ def _system(kind: str | None, extra: list[str], hosts: list[str], rsh: str) -> S
     if extra:
         raise click.UsageError("--srun-args are for srun, but ssh starts these agents")
     return OnSsh(hosts, rsh)
-
-
-def _tasks_per_node() -> int:
-    """Return the ranks per node of the allocation. "4(x2)" means four on each of two nodes."""
-    text = os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "1")
-    return int(text.split("(")[0].split(",")[0])
 
 
 @click.command()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mlflash.launch.mpich_segments import SHARED_MEMORY, mapped_by, remove_unmapped
+from mlflash.launch.courier_mpi import SHARED_MEMORY, mapped_by, remove_unmapped
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from typing import IO, Any
 
 from ..memory.process_names import read_stat
 from .agent_process import peer_uid
-from .handshake import introduce
+from .handshake import Strangers, introduce
 from .launcher_variables import KEPT, SEED, without_rank
 from .lines import Connection
 from .own_process import end_with, running
@@ -53,6 +53,7 @@ _STATUS_S = 30.0  # a process of `status` that has not answered for so long is r
 _END_S = 5.0  # limit for killed processes to end
 _LINE_NBYTES = 1 << 20  # longer lines are passed on in pieces
 _RANK_NBYTES = 1 << 16  # largest size of a message of a rank
+_STRANGERS = 1 << 9  # connections that have not said which rank they are: all ranks of a node may connect at once
 _PORTS, _TRIES = range(10_000, 32_000), 100  # below the ports that a kernel gives to connections
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _PASSED_ON = _SIGNALS[:-1]
@@ -73,22 +74,22 @@ class _WholeLines:
     """Collects output until it can be passed on. A carriage return also ends a line, for progress bars."""
 
     def __init__(self, number: int):
-        self.number, self._begun = number, bytearray()
+        self.number, self._partial = number, bytearray()
 
     def add(self, printed: bytes) -> bytes:
         end = max(printed.rfind(b"\n"), printed.rfind(b"\r")) + 1
-        if not end and len(self._begun) + len(printed) <= _LINE_NBYTES:
-            self._begun += printed
+        if not end and len(self._partial) + len(printed) <= _LINE_NBYTES:
+            self._partial += printed
             return b""
         end = end or len(printed)
-        whole = bytes(self._begun) + printed[:end]
-        self._begun[:] = printed[end:]
+        whole = bytes(self._partial) + printed[:end]
+        self._partial[:] = printed[end:]
         return whole
 
     def rest(self) -> bytes:
         """The last line, if it has no end yet, with a newline added; b"" if there is none."""
-        left = bytes(self._begun)
-        self._begun.clear()
+        left = bytes(self._partial)
+        self._partial.clear()
         return left + b"\n" if left else b""
 
 
@@ -99,7 +100,7 @@ class _Sweeper:
     """
 
     def __init__(self) -> None:
-        agent, (heard, self._told) = os.pidfd_open(os.getpid()), os.pipe()
+        agent, (heard, self._pipe) = os.pidfd_open(os.getpid()), os.pipe()
         if os.fork():
             os.close(heard)
             os.close(agent)
@@ -134,13 +135,13 @@ class _Sweeper:
 
     def note(self, group: int) -> None:
         """Tell it that a group must be killed. Call this before the group can start anything."""
-        os.write(self._told, b"%d\n" % group)
+        os.write(self._pipe, b"%d\n" % group)
 
     def forget(self, group: int) -> None:
-        os.write(self._told, b"-%d\n" % group)
+        os.write(self._pipe, b"-%d\n" % group)
 
 
-class Ranks:
+class RankProcesses:
     """The ranks of this node. Make it where no threads run: it forks. Others may use the loop of `serve`, too."""
 
     def __init__(self) -> None:
@@ -152,6 +153,7 @@ class Ranks:
         self._status: Connection | None = None
         self._status_process: subprocess.Popen[bytes] | None = None
         self._asked: dict[int, tuple[float, dict[str, Any]]] = {}  # questions to it, and when they came
+        self._strangers = Strangers(_STRANGERS, _CONNECT_S)
 
     async def serve(self, greeting: dict[str, Any]) -> int:
         """Do what `mlflash run` orders, until it says goodbye or is lost. No process that it has ordered is left then.
@@ -176,7 +178,7 @@ class Ranks:
         self._socket = f"mlflash-{os.geteuid()}-{secrets.token_hex(8)}"
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(f"\0{self._socket}")
-        server = await self._loop.create_unix_server(self._accept, sock=listener, backlog=1024)
+        server = await self._loop.create_unix_server(self._accept, sock=listener, backlog=_STRANGERS)
         for number in _PASSED_ON:
             self._loop.add_signal_handler(number, self._pass_on, number)
         self._loop.add_signal_handler(signal.SIGHUP, self._lose, "its agent received SIGHUP")
@@ -189,6 +191,7 @@ class Ranks:
             code = LOST
         finally:
             server.close()
+            self._strangers.close()
             for task in tasks:
                 task.cancel()
             self._kill_all()
@@ -357,10 +360,12 @@ class Ranks:
                 self._run.send({"from": name, "says": message})
                 return
             name, rank = message["name"], self._ranks[message["name"]]
+            self._strangers.forget(connection)
             rank.connection = connection
             self._tell(rank)
 
-        connection = _OfThisUser(hear, lambda why: None, _RANK_NBYTES)
+        connection = _OfThisUser(hear, lambda why: self._strangers.forget(connection), _RANK_NBYTES)
+        self._strangers.add(connection)
         return connection
 
     def _tell(self, rank: _Rank) -> None:
@@ -387,17 +392,17 @@ class Ranks:
     async def _keep_status(self) -> None:
         """Have a process of `status`, whatever becomes of the last one. A driver of a GPU may hold it up for ever."""
         while True:
-            ours, theirs = socket.socketpair()
+            own_end, other_end = socket.socketpair()
             ended = asyncio.Event()
-            with theirs:
+            with other_end:
                 self._status_process = process = subprocess.Popen(
                     running("mlflash.tools.node_status"),
-                    stdin=theirs.fileno(),
+                    stdin=other_end.fileno(),
                     stdout=subprocess.DEVNULL,
                     start_new_session=True,
                 )
             connection = lambda: Connection(self._answer, lambda why: ended.set(), LARGEST_NBYTES)  # noqa: B023, E731
-            _, self._status = await self._loop.create_unix_connection(connection, sock=ours)
+            _, self._status = await self._loop.create_unix_connection(connection, sock=own_end)
             for _, question in self._asked.values():
                 self._status.send(question)
             try:
