@@ -116,9 +116,7 @@ def test_two_of_an_array_do_not_touch_each_other_and_each_requeues_itself(slurm:
     assert both[1].ends()[0]["start"] >= 20 and both[1].events("end")[1]["source"].startswith(str(both[1].directory))
 
 
-def test_a_hang_shows_its_stacks_and_goes_on_and_without_restarts_a_failure_is_the_end(
-    slurm: Slurm, expected: list[str]
-) -> None:
+def test_a_hang_shows_its_stacks_and_goes_on(slurm: Slurm, expected: list[str]) -> None:
     hangs = Training(slurm, "--hang-timeout 20", name="hangs", nodes=2, hang_at=20)
     fails = Training(slurm, "--max-restarts 0", name="fails", nodes=2, fail_at=20)
     fails.job.wait("FAILED")
