@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness import own_memory
 from keys import key_pair
+from processes import ran
 
 import mlflash
 from mlflash.channel.loaded_versions import loaded_versions
@@ -62,10 +64,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 @pytest.fixture(scope="module")
 def memory() -> Iterator[Path]:
-    path = Path("/dev/shm") / f"mlflash-test-provenance-{os.getpid()}"
-    path.mkdir(mode=0o700)
-    yield path
-    shutil.rmtree(path)
+    with own_memory() as path:
+        yield path
 
 
 @pytest.fixture(scope="module", params=["hdf5", "dcp"])
@@ -95,12 +95,8 @@ def signed(drained: dict[bool, Path], tmp_path: Path) -> Path:
 
 
 def verify(directory: Path, shm: Path, *arguments: object, code: int) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLASH_")}
-    done = subprocess.run(
-        [MLFLASH, "verify", "--job", "none", "-d", directory, "--memory", shm, *map(str, arguments)],
-        capture_output=True, text=True, timeout=60, env=environment,
-    )  # fmt: skip
-    assert done.returncode == code and "Traceback" not in done.stderr, (done.stdout, done.stderr)
+    done = ran(MLFLASH, "verify", "--job", "none", "-d", directory, "--memory", shm, *arguments, code=code)
+    assert "Traceback" not in done.stderr, (done.stdout, done.stderr)
     return done
 
 
@@ -145,9 +141,8 @@ def test_a_key_finds_what_it_has_signed_and_nothing_else(
 def test_openssl_finds_the_signature_good(signed: Path, keys: tuple[Path, Path, Path], tmp_path: Path) -> None:
     folder = signed / "step-00000002"
     (tmp_path / "digest").write_text(json.loads((folder / "provenance.json").read_text())["digest"])
-    call = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", keys[1], "-rawin", "-in", tmp_path / "digest",
-            "-sigfile", folder / "provenance.json.sig"]  # fmt: skip
-    assert subprocess.run(call, capture_output=True, timeout=60).returncode == 0
+    ran("openssl", "pkeyutl", "-verify", "-pubin", "-inkey", keys[1], "-rawin", "-in", tmp_path / "digest", "-sigfile",
+        folder / "provenance.json.sig")  # fmt: skip
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], None], with_digest: bool) -> None:
@@ -246,22 +241,18 @@ def test_a_key_that_cannot_be_used_ends_the_start(shm: Path, tmp_path: Path, key
     assert (tmp_path / "d/step-00000001/provenance.json.sig").stat().st_size == 64
 
 
-def test_what_is_scavenged_says_so_and_is_signed_by_the_key_of_the_environment(
-    shm: Path, tmp_path: Path, keys: tuple[Path, Path, Path]
-) -> None:
+def test_what_is_scavenged_says_so_and_is_signed(shm: Path, tmp_path: Path, keys: tuple[Path, Path, Path]) -> None:
     """And it says what the trainer said: its versions, and what was given there."""
     options: dict[str, Any] = {"job": "j", "memory": str(shm), "redundancy": "none", "provenance": GIVEN}
     with mlflash.Checkpointer(tmp_path / "d", **options) as ckpt:
         ckpt.save(5, state_at(5)).wait()
     call = [MLFLASH, "inspect", "5", "--job", "j", "--memory", shm]
-    text = subprocess.run(call, capture_output=True, text=True, timeout=60, check=True).stdout
+    text = ran(*call).stdout
     assert f"\nprovenance: mlflash {mlflash.__version__}, python 3." in text and '; {"git": "0a1b", "seed": 1' in text
-    told = json.loads(subprocess.run([*call, "--json"], capture_output=True, timeout=60, check=True).stdout)
+    told = json.loads(ran(*call, "--json").stdout)
     versions = loaded_versions()
     assert versions["torch"] == torch.__version__ and told["provenance"] == {"versions": versions, "given": GIVEN}
-    done = subprocess.run([MLFLASH, "scavenge", tmp_path / "d", "--job", "j", "--memory", shm], capture_output=True,
-                          text=True, timeout=60, env={**os.environ, "MLFLASH_SIGN_KEY": str(keys[0])})  # fmt: skip
-    assert done.returncode == 0, done
+    ran(MLFLASH, "scavenge", tmp_path / "d", "--job", "j", "--memory", shm, MLFLASH_SIGN_KEY=keys[0])
     text = verify(tmp_path / "d", shm, "--key", keys[1], code=0).stdout
     assert "drained by `mlflash scavenge`" in text and "signed by this key; it holds" in text
     document = json.loads((tmp_path / "d/step-00000005/provenance.json").read_text())
