@@ -325,23 +325,23 @@ class Chaos:
         spec = {"every": EVERY, "timeout_s": TIMEOUT_S, "pace_s": PACE_S, "redundancy": self.redundancy}
         return Attacked(self.cluster, self.ranks, json.dumps(spec))
 
-    def attack(self, job: Attacked, what: Event) -> Attacked | None:
+    def attack(self, job: Attacked, event: Event) -> Attacked | None:
         """Do one thing to the job; returns it where it still lives."""
-        if what.kind in (EARLY, EARLY_LOSE):
-            take(max(0.0, job.started + what.delay_s - time.monotonic()))
+        if event.kind in (EARLY, EARLY_LOSE):
+            take(max(0.0, job.started + event.delay_s - time.monotonic()))
         else:
             job.until("first step", lambda: len(job.of("first step")) == self.ranks, START_S)
             self.usual_start_s = job.of("first step")[0]["at"] - time.time() + time.monotonic() - job.started
-            job.pause(what.delay_s)
-            if what.after_save_s is not None:
-                progress = job.out / f"progress{what.rank}"
+            job.pause(event.delay_s)
+            if event.after_save_s is not None:
+                progress = job.out / f"progress{event.rank}"
                 job.until("a step that is saved", lambda: int(progress.read_text() or 1) % EVERY == 0, END_S)
-                take(what.after_save_s)
+                take(event.after_save_s)
         self.refuse_complaints(job)
-        if what.kind in (STOP, COURIER, AGENT):
-            self.disturb(job, what)
+        if event.kind in (STOP, COURIER, AGENT):
+            self.disturb(job, event)
             return job
-        kind, hit, node = what.kind, {what.rank}, self.memory.node(what.rank)
+        kind, hit, node = event.kind, {event.rank}, self.memory.node(event.rank)
         nodes = self.memory.uncovered(node) if kind == UNCOVERED else {node}
         is_lost = kind in (LOSE, POWER, EARLY_LOSE) and self.memory.covers(nodes, job.whole() is not None)
         if kind == UNCOVERED or is_lost:
@@ -353,9 +353,9 @@ class Chaos:
             hit = set(range(self.ranks))
         if kind == STOP_KILL:
             job.signal(hit, signal.SIGSTOP)
-            take(what.stop_s)
+            take(event.stop_s)
         if kind == TRAINER:
-            job.kill_part(what.rank, "trainer")
+            job.kill_part(event.rank, "trainer")
         else:
             hit = job.die(hit)
         for rank in range(self.ranks):
@@ -367,7 +367,7 @@ class Chaos:
         self.look_back(job, nodes)
         detail = f"; memory of nodes {sorted(nodes)} wiped" if nodes else ""
         if kind == FLIP and not self.memory.broken and not self.memory.lost:
-            detail = f"; {self.flip(what)}"
+            detail = f"; {self.flip(event)}"
         self.due.append(Outcome(kind, self.reached, job.killed_at))
         self.outcomes.append(self.due[-1])
         self.say(job, f"{kind}: ranks {sorted(hit)}{detail} | step {self.reached}, committed {job.committed()}, "
@@ -406,26 +406,27 @@ class Chaos:
             raise job.failure("saves failed, though nobody was stopped")
         return restored
 
-    def disturb(self, job: Attacked, what: Event) -> None:
+    def disturb(self, job: Attacked, event: Event) -> None:
         """Stop a rank for a while, or kill its courier; the job must go on and commit again."""
         before = job.reached()
-        if what.kind == STOP:
-            job.signal({what.rank}, signal.SIGSTOP)
-            job.pause(what.stop_s)
+        if event.kind == STOP:
+            job.signal({event.rank}, signal.SIGSTOP)
+            job.pause(event.stop_s)
         else:
-            job.kill_part(what.rank, "courier" if what.kind == COURIER else "agent")
+            job.kill_part(event.rank, "courier" if event.kind == COURIER else "agent")
         at, stopped_at = job.reached(), time.monotonic()
-        job.signal({what.rank}, signal.SIGCONT)
-        job.until(f"a commit after: {what.kind}", lambda: (job.committed() or 0) > at, CATCH_UP_S)
+        job.signal({event.rank}, signal.SIGCONT)
+        job.until(f"a commit after: {event.kind}", lambda: (job.committed() or 0) > at, CATCH_UP_S)
         seconds = time.monotonic() - stopped_at
         self.disturbed.add(job.number)
-        self.outcomes.append(Outcome(what.kind, seconds=seconds))
+        self.outcomes.append(Outcome(event.kind, seconds=seconds))
         late = ", past the deadline" if "is late" in job.log() else ""
-        self.say(job, f"{what.kind}: rank {what.rank}, from step {before} to {at}{late} | commit {seconds:.1f} s after")
+        steps = f"from step {before} to {at}{late} | commit {seconds:.1f} s after"
+        self.say(job, f"{event.kind}: rank {event.rank}, {steps}")
 
-    def flip(self, what: Event) -> str:
+    def flip(self, event: Event) -> str:
         """Flip one bit of one slot file; its node counts as broken until the next reprotect or commit."""
-        file_share, place, bit = what.spot
+        file_share, place, bit = event.spot
         files = self.cluster.slot_files()
         path = files[int(file_share * len(files))]
         at = int(place * path.stat().st_size)

@@ -174,8 +174,8 @@ class Trial:
 
     def said(self, *parts: str) -> bool:
         """Whether any rank has said something that has all of some texts in it."""
-        mine = any(all(part in text for part in parts) for text in self.heard.texts)
-        return any(COMM.allgather(mine))
+        heard = any(all(part in text for part in parts) for text in self.heard.texts)
+        return any(COMM.allgather(heard))
 
 
 def from_then_on(fault: Fault, changed: Callable[[torch.Tensor], torch.Tensor]) -> Change:

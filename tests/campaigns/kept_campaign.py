@@ -251,14 +251,14 @@ def reference(folder: Path, ranks: int, last: int, model: str) -> list[dict[int,
 
 
 def line(result: dict[str, Any]) -> str:
-    what = f"{result['job']}: {result.get('fault', result['kind'])} of {result.get('ranks', '?')}: "
+    fault = f"{result['job']}: {result.get('fault', result['kind'])} of {result.get('ranks', '?')}: "
     if "wrong" in result:
-        return what + "WRONG: " + result["wrong"]
+        return fault + "WRONG: " + result["wrong"]
     if "again" in result:
-        return what + "started again: " + "; ".join(result["again"])
+        return fault + "started again: " + "; ".join(result["again"])
     late = f", late: {result['late']}" if result["late"] else ""
     parts = ", ".join(f"{part} {result.get(part, 0):.2f}" for part in PARTS)
-    return f"{what}{result['seconds']:.2f} s ({parts}), {result['steps lost']} steps lost{late}"
+    return f"{fault}{result['seconds']:.2f} s ({parts}), {result['steps lost']} steps lost{late}"
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -288,8 +288,8 @@ def leaks(results: Sequence[dict[str, Any]]) -> list[str]:
     for (job, process), sizes in seen.items():
         if len(sizes) >= OFTEN:
             (name, *first), (_, *last) = sizes[1], sizes[-1]
-            both = " | ".join(f"{a} | {b}" for a, b in zip(first, last, strict=True))
-            lines.append(f"| {job} {name} {process} | {len(sizes)} | {both} |")
+            sizes = " | ".join(f"{a} | {b}" for a, b in zip(first, last, strict=True))
+            lines.append(f"| {job} {name} {process} | {len(sizes)} | {sizes} |")
     return lines
 
 
@@ -299,7 +299,7 @@ def size_of(pid: int) -> list[Any] | None:
     try:
         words = (folder / "cmdline").read_text().split("\0")
         status = dict(text.split(":", 1) for text in (folder / "status").read_text().splitlines())
-        counts = [len([*(folder / what).iterdir()]) for what in ("fd", "task")]
+        counts = [len([*(folder / kind).iterdir()]) for kind in ("fd", "task")]
     except OSError:
         return None
     names = ["agent" if "'mlflash.launch.agent'" in word else Path(word).name for word in words[1:]]

@@ -64,7 +64,7 @@ class Training:
         self.device, self._kernel = device, kernel
         inner = Model().to(device)
         self._mixed = precision == "bfloat16"
-        self._bits = {name: Bit(one, one.numel() // 3, 30) for name, one in inner.named_parameters()}
+        self._bits = {name: Bit(parameter, parameter.numel() // 3, 30) for name, parameter in inner.named_parameters()}
         self.model: nn.Module = inner
         if wrapper == "ddp":
             self.model = DistributedDataParallel(inner)
@@ -119,7 +119,7 @@ def tried(training: Training, steps: int, faults: int, breaks: list[str]) -> dic
         del found[:]
         training.step(bounded, next(number), name if wrong == RANK else "")
         caught += bool(found)
-        culprits = {one.culprit.rank for one in found[0] if one.culprit} if found else set()
+        culprits = {fault.culprit.rank for fault in found[0] if fault.culprit} if found else set()
         named += culprits == {wrong}
     ratios = []
     bounded = Replay(training.model, 1, on_mismatch=found.append, bound=math.inf)

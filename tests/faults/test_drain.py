@@ -502,9 +502,9 @@ def flip_in(folder: Path, name: str, at: int, only: str = "") -> None:
     raise AssertionError(f"{name} is nowhere")
 
 
-def exchange(one: Path, other: Path) -> None:
-    one.rename(aside := one.with_name("aside"))
-    other.rename(one)
+def exchange(path: Path, other: Path) -> None:
+    path.rename(aside := path.with_name("aside"))
+    other.rename(path)
     aside.rename(other)
 
 

@@ -122,10 +122,10 @@ def test_the_relaunch_restores_what_it_must_whoever_dies(shm: Path, case: Case) 
     assert (step or 0) >= max((r["step"] for r in crashed.of("committed")), default=0), "a committed step was lost"
     assert {r["steps"][-1] for r in result.of("end")} == {(step or 0) + 1} and len(result.of("end")) == ranks
     # Nothing piles up: two own slots, two of another rank, two shares and a pulse for each rank, the lock of each node.
-    each = 6 if case.scheme == "alike" else 4
-    assert len(cluster.slot_files()) == each * ranks
+    files_of_rank = 6 if case.scheme == "alike" else 4
+    assert len(cluster.slot_files()) == files_of_rank * ranks
     files = [path for node in range(ranks // per_node) for path in cluster.node(node).iterdir() if path.is_file()]
-    assert len(files) == (each + 1) * ranks + ranks // per_node
+    assert len(files) == (files_of_rank + 1) * ranks + ranks // per_node
 
 
 def assert_it_went_on(crashed: Result, ranks: int, last: int, overlap: bool) -> None:

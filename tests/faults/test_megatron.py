@@ -129,7 +129,7 @@ def test_megatron_bridge_goes_on_from_memory_with_the_same_bits(shm: Path) -> No
     found = losses(again)
     assert {step for _, step in found} == {4, 5, LAST}, again.log
     assert {key: found[key] for key in found if key[1] < LAST} == {
-        key: one for key, one in losses(killed).items() if key[1] > 3
+        key: loss for key, loss in losses(killed).items() if key[1] > 3
     }
     assert not [*(shm / "bridge").glob("iter_*")], "it was in memory only"
     assert again.log.count(f"iteration {LAST} is in memory only") == 1, again.log

@@ -159,7 +159,7 @@ def test_a_job_that_is_alive_is_looked_at_asked_and_not_scavenged(shm: Path, dir
         found = document(cluster, "status", ranks=2)
         assert found["alive"] and found["well"] and {node["pid"] for node in found["nodes"]} <= pids
         checked = document(cluster, "verify", ranks=2)["memory"]
-        assert [one["damaged"] for one in checked] == [[], []]
+        assert [node["damaged"] for node in checked] == [[], []]
     assert set(cluster.root.glob("node*/**/*")) == files  # looking makes nothing
     document(cluster, "list", ranks=4, per_node=2)
     refused = command(cluster, "scavenge", directory, ranks=2, code=1)
@@ -190,4 +190,4 @@ def test_each_node_says_what_it_has_of_a_step(shm: Path) -> None:
     assert [(shard["rank"], shard["node"]) for shard in alone] == [(0, "node0"), (2, "node0")]  # its own, and a copy
     assert alone[0] == tensor["shards"][0] and alone[1]["statistics"] == tensor["shards"][2]["statistics"]
     private = document(cluster, "inspect", 2, "moments.0", ranks=3)["tensors"]
-    assert [one["shape"] for one in private] == [[1000], [1001], [1002]]
+    assert [tensor["shape"] for tensor in private] == [[1000], [1001], [1002]]

@@ -56,7 +56,7 @@ def test_every_wait_for_a_stopped_rank_ends(shm: Path, tmp_path: Path) -> None:
         (rank, step) for rank in range(3) for step in (3, 5, 5)]  # fmt: skip
     for record in ended_late(result, "close", [0, 1]):
         assert record["ranks"] == [2] and f"waited {STOP_S:g} s for rank 2 on node2" in record["text"], record["text"]
-    (record,) = [one for one in result.of("close") if one["rank"] == 2]
+    (record,) = [closed for closed in result.of("close") if closed["rank"] == 2]
     assert record["kind"] in ("Closed", "DeadlineExceeded") and record["seconds"] < SLACK_S, "the others are gone"
 
 

@@ -362,9 +362,9 @@ def run(courier):
     assert first.courier.trainer.recv(100) == b"cmd=barrier_out rc=0\n"
     have_told(first)  # and the agent has told both couriers
     before = descriptors(first.agent.pid)
-    others = [agent_process.connect_again(first.agent._name) for _ in range(20)]
+    connections = [agent_process.connect_again(first.agent._name) for _ in range(20)]
     until(lambda: descriptors(first.agent.pid) == before + 20, "each of them to have the next free descriptor")
-    for other in others:
+    for other in connections:
         with other:
             other.settimeout(PATIENCE_S)
             other.sendall(b"{}\n")

@@ -90,11 +90,11 @@ def test_status_says_what_is_in_memory_and_what_was_drained(shm: Path, tmp_path:
     save(shm, 1, 2, directory=tmp_path / "d", drains=True)
     found = document(shm, "status", "-d", tmp_path / "d", "--job", "j")
     assert (found["job"], found["newest"], found["alive"], found["well"]) == ("j", 2, False, True)
-    assert [(one["step"], one["committed"], one["restorable"]) for one in found["attempts"]] == [
+    assert [(attempt["step"], attempt["committed"], attempt["restorable"]) for attempt in found["attempts"]] == [
         (2, True, True),
         (1, True, True),
     ]
-    assert [one["step"] for one in found["directory"]["checkpoints"]] == [2]
+    assert [checkpoint["step"] for checkpoint in found["directory"]["checkpoints"]] == [2]
     assert found["survives"]["words"].startswith("no node: there is only")
     text = run(shm, "status", "-d", tmp_path / "d", "--job", "j").output
     assert "step 2 of 1 rank, committed" in text and "\nredundancy: none\n" in text
@@ -380,7 +380,7 @@ def test_a_live_job_is_seen_asked_and_spared(shm: Path) -> None:
         assert holder.stdout.readline() == "saved\n"
         save(shm, 1, job="dead")
         NodeDirectory(str(shm), "empty").close()
-        assert [one["job"] for one in document(shm, "jobs")["jobs"]] == ["dead", "j"]
+        assert [job["job"] for job in document(shm, "jobs")["jobs"]] == ["dead", "j"]
         assert document(shm, "status")["nodes"][0]["pid"] == holder.pid, "the live one is meant"
         run(shm, "clean", "dead", "empty")
         for words in (["--all", "--dry-run"], ["j"]):

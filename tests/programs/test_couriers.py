@@ -147,10 +147,9 @@ def test_a_courier_is_seen_beside_its_trainer_and_after_it(jobs: Jobs, shm: Path
         until(lambda: words() >= {str(pid) for pid in pids}, "all that is left over")
         memories = [str(memory) for memory in shm.glob("node*")]
         heard = [heartbeat for memory in memories for heartbeat in read_heartbeats(memory, "j").heartbeats]
-        assert [live_jobs(memory) for memory in memories] == [["j"], ["j"]] and not any(
-            one["alive"] for one in heard
-        ), "trainers are gone"
-        assert {state_of(one) for one in heard} == {"gone"}
+        assert [live_jobs(memory) for memory in memories] == [["j"], ["j"]]
+        assert not any(heartbeat["alive"] for heartbeat in heard), "trainers are gone"
+        assert {state_of(heartbeat) for heartbeat in heard} == {"gone"}
     finally:
         for record in ranks:
             os.kill(record["courier"], signal.SIGCONT)

@@ -68,9 +68,9 @@ class Job:
 
     def _terminal(self) -> int:
         """The end of a new terminal that programs have, which closes with it."""
-        mine, its = os.openpty()
-        self._terminals += [mine, its]
-        return its
+        master, terminal = os.openpty()
+        self._terminals += [master, terminal]
+        return terminal
 
     def close_terminals(self) -> None:
         while self._terminals:

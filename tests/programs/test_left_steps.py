@@ -75,7 +75,7 @@ def test_a_rank_late_to_a_new_group_is_waited_for(tmp_path: Path, monkeypatch: p
         until(lambda: is_long_there("late"), "rank 0 to wait for more than gloo would")
         pair = make("late", 1, PATIENCE_S), first.result(PATIENCE_S)
         sums = [torch.ones(1), torch.ones(1)]
-        assert all(work.wait() for work in [one.allreduce([part]) for one, part in zip(pair, sums, strict=True)])
+        assert all(work.wait() for work in [group.allreduce([part]) for group, part in zip(pair, sums, strict=True)])
         assert sums == [torch.tensor([2.0])] * 2
         first = other.submit(make, "lost", 0, 600)
         until(lambda: is_long_there("lost"), "rank 0 to wait")

@@ -43,9 +43,9 @@ def test_none_restores_what_another_one_has_saved(shm: Path, tmp_path: Path) -> 
 
     assert run("--seed", "1") == ("None 1", "")
     said, warned = run("--seed", "2")
-    (mine, other) = re.findall(r"slurm-71-[0-9a-f]{8}", warned)
+    (own, other) = re.findall(r"slurm-71-[0-9a-f]{8}", warned)
     assert said == "None 2" and f"of others in this Slurm job: {other}. If it is one of them" in warned
-    assert {mine, other} == {path.name for path in shm.glob("mlflash-*/slurm-71-*")}
+    assert {own, other} == {path.name for path in shm.glob("mlflash-*/slurm-71-*")}
     assert run("--seed", "1") == ("1 1", "") and run("--seed", "2") == ("1 2", "")
 
 

@@ -86,8 +86,8 @@ def test_on_a_laptop_it_is_killed_loses_a_node_and_goes_on(shm: Path, tmp_path: 
 def test_each_page_that_installs_has_the_one_command() -> None:
     (install, *_) = re.findall(r"^pip install .*", (DOCS / "install.md").read_text(), re.M)
     assert commands("Install")[-1] == install and install in (REPO / "README.md").read_text()
-    others = [page for page in DOCS.glob("*.md") if page.stem not in ("install", "quickstart")]
-    assert not [page.name for page in others if re.search(r"pip install [^\n]*(mlflash|'\.)", page.read_text())]
+    pages = [page for page in DOCS.glob("*.md") if page.stem not in ("install", "quickstart")]
+    assert not [page.name for page in pages if re.search(r"pip install [^\n]*(mlflash|'\.)", page.read_text())]
 
 
 # docs/pytorch.md: each block is killed, and ends with the bits of a run that nothing happened to

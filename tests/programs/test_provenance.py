@@ -103,11 +103,11 @@ def verify(directory: Path, shm: Path, *arguments: object, code: int) -> subproc
 def damage(directory: Path, shm: Path, *arguments: object) -> dict[str, str]:
     """What the command finds in the older checkpoint: files, and what is wrong with each, the last sentence of each."""
     done = json.loads(verify(directory, shm, "--json", *arguments, code=1).stdout)
-    (found,) = (one for one in done["directory"] if one["where"].endswith("step-00000001"))
+    (found,) = (checkpoint for checkpoint in done["directory"] if checkpoint["where"].endswith("step-00000001"))
     assert not found["provenance"]["holds"]
     sentences: dict[str, str] = {}
-    for one in found["damaged"]:
-        sentences[one["file"]] = sentences.get(one["file"], "") + one["damage"] + "|"
+    for file in found["damaged"]:
+        sentences[file["file"]] = sentences.get(file["file"], "") + file["damage"] + "|"
     return sentences
 
 
@@ -121,8 +121,9 @@ def test_the_command_says_what_was_recorded_and_that_it_holds(directory: Path, f
     assert f"python {sys.version.split()[0]}" in line and f"torch {torch.__version__}" in line
     assert line.endswith(("signed, not checked without --key" if is_signed else "not signed") + "; it holds")
     told = json.loads(verify(directory, shm, "--json", code=0).stdout)["directory"]
-    assert [one["provenance"]["said"]["given"] for one in told] == [GIVEN, GIVEN]
-    assert [(one["provenance"]["holds"], one["provenance"]["said"]["step"]) for one in told] == [(True, 2), (True, 1)]
+    provenances = [checkpoint["provenance"] for checkpoint in told]
+    assert [found["said"]["given"] for found in provenances] == [GIVEN, GIVEN]
+    assert [(found["holds"], found["said"]["step"]) for found in provenances] == [(True, 2), (True, 1)]
 
 
 def test_a_key_finds_what_it_has_signed_and_nothing_else(
@@ -177,17 +178,17 @@ def test_an_edit_of_what_is_said_is_found(signed: Path, keys: tuple[Path, Path, 
 
 
 def test_a_file_of_another_checkpoint_is_named(directory: Path, form: str, shm: Path) -> None:
-    one, two = directory / "step-00000001", directory / "step-00000002"
+    older, newer = directory / "step-00000001", directory / "step-00000002"
     name = CARD_FILE[form]
-    good = (one / name).read_bytes()
-    shutil.copy(two / name, one / name)
+    good = (older / name).read_bytes()
+    shutil.copy(newer / name, older / name)
     assert "it is of another checkpoint: of step 2 of 1 rank, save " in damage(directory, shm)[name]
-    (one / name).write_bytes((one / MASTER[form]).read_bytes())
+    (older / name).write_bytes((older / MASTER[form]).read_bytes())
     assert "it is the file that commits a checkpoint" in damage(directory, shm)[name]
-    (one / name).write_bytes(good)
+    (older / name).write_bytes(good)
     for other in SAID:
-        if (two / other).exists():
-            shutil.copy(two / other, one / other)
+        if (newer / other).exists():
+            shutil.copy(newer / other, older / other)
     assert f"it is of another checkpoint than {MASTER[form]}: of step 2" in damage(directory, shm)["provenance.json"]
 
 
@@ -206,7 +207,7 @@ def test_what_is_missing_or_too_much_is_named(directory: Path, form: str, shm: P
 
 def test_any_byte_of_any_file_that_changes_is_found(drained: dict[bool, Path], form: str, tmp_path: Path) -> None:
     store = Directory(str(shutil.copytree(drained[True], tmp_path / "d")))
-    (listed,) = (one for one in list_checkpoints(store) if one.step == 1)
+    (listed,) = (checkpoint for checkpoint in list_checkpoints(store) if checkpoint.step == 1)
     folder, alone = tmp_path / "d" / listed.folder, World(None, this_node(), 60.0)
     _, wrong, found = on_disk.verify(alone, store, listed, lambda _: None)
     assert wrong == [] and found is not None and found.document is not None

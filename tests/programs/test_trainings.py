@@ -44,7 +44,7 @@ def by_case(result: Result, event: str) -> dict[tuple[str, int], dict[str, Any]]
 def test_an_optimizer_without_state_gets_the_same_bits(shm: Path) -> None:
     """With a plain Checkpointer, and nothing else."""
     cluster = Cluster(shm, ranks_per_node=4)
-    saved, restored = (cluster.run(4, "programs/sharded_job.py", what, env=QUIET) for what in ("save", "restore"))
+    saved, restored = (cluster.run(4, "programs/sharded_job.py", task, env=QUIET) for task in ("save", "restore"))
     assert saved.returncode == restored.returncode == 0, saved.log + restored.log
     expected, ended = by_case(saved, "ended"), by_case(restored, "ended")
     assert ended.keys() == expected.keys() and len({case for case, _ in ended}) >= 12
@@ -112,8 +112,8 @@ def test_any_state_is_refused_on_all_ranks_or_read_by_a_new_process_bit_for_bit(
     described = shm / "examples"
     described.write_bytes(pickle.dumps(examples))
 
-    def run(what: str) -> Result:
-        result = cluster.run(2, "programs/states_worker.py", what, str(described), timeout=100.0 + EXAMPLES)
+    def run(task: str) -> Result:
+        result = cluster.run(2, "programs/states_worker.py", task, str(described), timeout=100.0 + EXAMPLES)
         last = max((r["job"] for r in result.records if "job" in r), default=0)
         assert result.returncode == 0 and len(result.of("end")) == 2, f"{example(last, 1)}\n{result.log}"
         return result

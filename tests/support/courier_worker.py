@@ -32,8 +32,8 @@ def state_at(step: int) -> dict[str, Any]:
     return {"own": random.integers(0, 256, 100_000 + 1000 * RANK, dtype=np.uint8), "step": step}
 
 
-def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+def is_same(state: dict[str, Any], other: dict[str, Any]) -> bool:
+    return state.keys() == other.keys() and all(np.array_equal(state[name], other[name]) for name in state)
 
 
 def train(settings: dict[str, Any], kills: str = "") -> None:
@@ -129,7 +129,7 @@ def cycle(settings: dict[str, Any], times: int) -> None:
             with mlflash.Checkpointer(**settings | {"job": "other"}) as other:
                 other.save(number + 1, {"a": number}).wait()
             ckpt.save(number + 1, {"a": number}).wait()
-        left.append([len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")])
+        left.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")])
     least = [min(numbers) for numbers in zip(*left[:3], strict=True)]
     until(lambda: len(os.listdir("/proc/self/task")) <= least[0], f"the threads of {left} to end")
     until(lambda: len(os.listdir("/proc/self/fd")) <= least[1] + 1, f"the descriptors of {left} to be closed")

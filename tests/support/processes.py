@@ -115,7 +115,7 @@ def uses(pid: int, path: Path) -> bool:
         for fd in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
                 found.append(Path(os.readlink(fd)))
-    return any(one.is_relative_to(path) for one in found)
+    return any(folder.is_relative_to(path) for folder in found)
 
 
 def described(pid: int) -> str:

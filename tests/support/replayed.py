@@ -81,7 +81,7 @@ def fsdp2(model: nn.Module, replicas: int = 1, **options: Any) -> nn.Module:
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (replicas, size // replicas), mesh_dim_names=("replica", "shard"))
     mesh = mesh if replicas > 1 else mesh["shard"]
-    for layer in [one for one in model.modules() if isinstance(one, (nn.Linear, nn.TransformerEncoderLayer))]:
+    for layer in [module for module in model.modules() if isinstance(module, (nn.Linear, nn.TransformerEncoderLayer))]:
         if not any(layer in other.modules() for other in model.modules()
                    if isinstance(other, nn.TransformerEncoderLayer) and other is not layer):  # fmt: skip
             fully_shard(layer, mesh=mesh, **options)
@@ -152,10 +152,10 @@ class Training:
         random = [state["torch"], torch.from_numpy(state["numpy"]["keys"].astype("int64")), state["python"]["words"]]
         kept = [value for of in self.optimizer.state.values() for value in of.values()]
         parameters = list(self.model.parameters())
-        held = [*parameters, *self.model.buffers(), *kept, *random, *(one.grad for one in parameters)]
+        held = [*parameters, *self.model.buffers(), *kept, *random, *(parameter.grad for parameter in parameters)]
         digest = xxhash.xxh3_64()
-        for one in held:
-            local = one.to_local() if isinstance(one, DTensor) else one
+        for tensor in held:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             content = None if local is None else torch.as_tensor(local).detach().reshape(-1).contiguous()
             digest.update(b"none" if content is None else content.view(torch.uint8).numpy())
         return digest.hexdigest()
