@@ -17,7 +17,7 @@ import mlflash
 
 NBYTES = 500_000  # and more at each of these steps
 GROWTH = (150, 500, 1200, 2500, 5000, 9000, 14000, 20000)
-os.environ["CHAOS_RANK"] = str(RANK)  # of what this process starts, for chaos_launch.py
+os.environ["CHAOS_RANK"] = str(RANK)  # of what this process starts, for chaos.py
 
 
 def note(event: str, **fields: object) -> None:

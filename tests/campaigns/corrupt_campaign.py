@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import damage
 import holds
 import in_couriers
 import numpy as np
@@ -32,7 +33,6 @@ from mpi4py import MPI
 
 import mlflash
 from mlflash.errors import SaveFailed, StepNotFound
-from mlflash.memory.slot import unpack
 from mlflash.state import layout
 
 COMM = MPI.COMM_WORLD
@@ -42,6 +42,7 @@ layout.BLOCK_NBYTES = 4096  # so that a small state has many
 os.environ |= {"MLFLASH_TEST_BLOCK_NBYTES": "4096", in_couriers.NAME: "damaged_on_arrival"}
 in_couriers.reach_into_couriers()
 WEIGHTS, MOMENTS = ("model.embed", "model.head"), ("optim.exp_avg", "optim.exp_avg_sq")
+TENSORS = (*WEIGHTS, *MOMENTS)
 LEAP, LEAST, SURE = 128.0, 0.0625, 1.01  # as `protect.examiner` has them; and what is sure to be beyond
 ROWS = {
     "weight: a bit that makes it NaN, infinite or a leap": "named",
@@ -55,6 +56,9 @@ ROWS = {
     "weight or moment of one shard: any other bit": "",
 }
 """Each class, and what is claimed of it; "": no check can see it."""
+
+
+Change = Callable[[int, dict[str, Any]], None]
 
 
 class Fault(NamedTuple):
@@ -104,17 +108,14 @@ def is_seen(fault: Fault, stuck: bool) -> bool:
     return bool(COMM.bcast(seen, fault.rank))
 
 
-def draw(rng: random.Random, tensors: tuple[str, ...]) -> Fault:
-    tensor = rng.choice(tensors)
-    values = value_of(clean(1, alike=False), tensor)
-    return Fault(rng.randrange(SIZE), rng.randint(2, STEPS - 2), tensor, rng.randrange(values.numel()),
-                 rng.randrange(8 * values.element_size()))  # fmt: skip
-
-
-def draw_until(rng: random.Random, tensors: tuple[str, ...], seen: bool, stuck: bool = False) -> Fault:
+def draw(rng: random.Random, tensors: tuple[str, ...], seen: bool | None = None, stuck: bool = False) -> Fault:
+    """Draw a fault, which the checks claim to see or not; None: either."""
     while True:
-        fault = draw(rng, tensors)
-        if is_seen(fault, stuck) is seen:
+        tensor = rng.choice(tensors)
+        values = value_of(clean(1, alike=False), tensor)
+        fault = Fault(rng.randrange(SIZE), rng.randint(2, STEPS - 2), tensor, rng.randrange(values.numel()),
+                      rng.randrange(8 * values.element_size()))  # fmt: skip
+        if seen is None or is_seen(fault, stuck) is seen:
             return fault
 
 
@@ -134,19 +135,17 @@ class Trial:
         self.root, self.alike, self.heard = root, alike, heard
         self.heard.texts.clear()
         self.failed: list[int] = []
-        self.options: dict[str, Any] = {
-            **on_node(root / "memory"), "job": "c", "comm": COMM, "transport": "p2p",
-            "timeout_s": 60.0,
-        }  # fmt: skip
+        own = on_node(root / "memory")
+        self.options: dict[str, Any] = {**own, "job": "c", "comm": COMM, "transport": "p2p", "timeout_s": 60.0}
 
-    def save(self, damage: Callable[[int, dict[str, Any]], None] = lambda step, state: None, **more: Any) -> None:
-        """Save all steps; ``damage`` changes a state before it is saved."""
+    def save(self, change: Change = lambda step, state: None, **more: Any) -> None:
+        """Save all steps; ``change`` changes a state before it is saved."""
         folder = self.root / "drained" if "drain_every" in more else None
         more |= {"replicated": COMM} if self.alike else {}
         with mlflash.Checkpointer(folder, check_values=1.0, **self.options, **more) as ckpt:
             for step in range(1, STEPS + 1):
                 state = clean(step, self.alike)
-                damage(step, state)
+                change(step, state)
                 try:
                     ckpt.save(step, state).wait()
                 except SaveFailed:
@@ -166,29 +165,26 @@ class Trial:
             right = step is None
             if step is not None:
                 expected = clean(step, self.alike)
-                pairs = [(value_of(state, name), value_of(expected, name)) for name in (*WEIGHTS, *MOMENTS)]
-                right = state["step"] == step and all(
-                    torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs
-                )
+                pairs = [(value_of(state, name), value_of(expected, name)) for name in TENSORS]
+                same = [torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs]
+                right = state["step"] == step and all(same)
         return step, all(COMM.allgather(right))
 
     def said(self, *parts: str) -> bool:
         """Whether any rank has said something that has all of some texts in it."""
-        mine = any(all(part in text for part in parts) for text in self.heard.texts)
-        return any(COMM.allgather(mine))
+        heard = any(all(part in text for part in parts) for text in self.heard.texts)
+        return any(COMM.allgather(heard))
 
 
-def from_then_on(
-    fault: Fault, changed: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[int, dict[str, Any]], None]:
+def from_then_on(fault: Fault, changed: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     """Change a tensor of one rank from a step on, as training goes on from it."""
 
-    def damage(step: int, state: dict[str, Any]) -> None:
+    def change(step: int, state: dict[str, Any]) -> None:
         if fault.rank == RANK and step >= fault.step:
             group, _, key = fault.tensor.partition(".")
             state[group][key] = changed(state[group][key])
 
-    return damage
+    return change
 
 
 def in_values(trial: Trial, fault: Fault, stuck: bool = False, value: float | None = None) -> dict[str, bool]:
@@ -207,8 +203,8 @@ def in_values(trial: Trial, fault: Fault, stuck: bool = False, value: float | No
 
 
 def in_replica(trial: Trial, fault: Fault) -> dict[str, bool]:
-    damage = from_then_on(fault, lambda values: flipped(values, fault))
-    trial.save(damage, certify_after=1, redundancy="copy", share=False)
+    change = from_then_on(fault, lambda values: flipped(values, fault))
+    trial.save(change, certify_after=1, redundancy="copy", share=False)
     named = trial.said(f"{fault.tensor} (rank {fault.rank} on node{fault.rank} differs")
     step, right = trial.restored(certified=True)
     # It is named once, and not compared again: steps after it may be certified, and have the other bit.
@@ -219,13 +215,13 @@ def on_the_wire(trial: Trial, fault: Fault, rng: random.Random) -> dict[str, boo
     """A bit of what one rank receives in one save is another one."""
     how = f"{1 + rng.randrange(3)} {rng.randrange(8)} {rng.random()}"
 
-    def damage(step: int, state: dict[str, Any]) -> None:
+    def change(step: int, state: dict[str, Any]) -> None:
         if fault.rank == RANK and step == fault.step:
             holds.at("arrival", how)
         elif step > fault.step:
             holds.let_go()
 
-    trial.save(damage)
+    trial.save(change)
     step, right = trial.restored()
     return {"caught": trial.failed == [fault.step], "named": trial.said("did not arrive whole"),
             "equal": right and step == STEPS}  # fmt: skip
@@ -238,25 +234,18 @@ def at_rest(trial: Trial, rng: random.Random) -> dict[str, bool]:
     COMM.Barrier()
     name = ""
     if RANK == 0:
-        files = sorted(path for path in (trial.root / "memory").rglob("slot-*") if _holds(path) == STEPS)
-        path = files[int(number * len(files))]
-        raw = bytearray(path.read_bytes())
-        extents = unpack(bytes(raw[:4096])).extents
+        files = [file for file in damage.headers(trial.root / "memory") if file[1].step == STEPS]
+        path, header = files[int(number * len(files))]
         # Of the first page only header and records are anything; of the rest each byte is checked.
+        extents = header.extents
         at = 4096 + int(place * (extents.body_nbytes + 8 * extents.blocks))
         at = at if at < 4096 + extents.body_nbytes else extents.table_start + at - 4096 - extents.body_nbytes
-        raw[at] ^= 1 << bit
-        path.write_bytes(raw)
+        damage.flip(path, at, bit=1 << bit)
         name = path.name
     name = COMM.bcast(name)
     step, right = trial.restored()
     said = trial.said(name) | trial.said("is damaged and will be made again")
     return {"caught": said, "named": said, "equal": right and step == STEPS}
-
-
-def _holds(path: Path) -> int | None:
-    page = path.read_bytes()[:4096]
-    return unpack(page).step if page[:8] == b"MLFLASH\0" else None
 
 
 def in_a_file(trial: Trial, rng: random.Random) -> dict[str, bool]:
@@ -268,9 +257,7 @@ def in_a_file(trial: Trial, rng: random.Random) -> dict[str, bool]:
     if RANK == 0:
         files = sorted(path for path in (trial.root / "drained" / folder).iterdir() if path.name != "verdict")
         path = files[int(number * len(files))]
-        raw = bytearray(path.read_bytes())
-        raw[int(place * len(raw))] ^= 1 << bit
-        path.write_bytes(raw)
+        damage.flip(path, int(place * path.stat().st_size), bit=1 << bit)
         shutil.rmtree(trial.root / "memory")
     COMM.Barrier()
     on_node(trial.root / "memory")
@@ -282,15 +269,15 @@ def in_a_file(trial: Trial, rng: random.Random) -> dict[str, bool]:
 def run(row: str, trial: Callable[[bool], Trial], rng: random.Random) -> dict[str, bool]:
     match row.split(":")[0]:
         case "weight":
-            return in_values(trial(False), draw_until(rng, WEIGHTS, seen=True))
+            return in_values(trial(False), draw(rng, WEIGHTS, seen=True))
         case "moment":
-            return in_values(trial(False), draw_until(rng, MOMENTS, seen=True))
+            return in_values(trial(False), draw(rng, MOMENTS, seen=True))
         case "NaN in one value of one rank":
-            return in_values(trial(False), draw(rng, (*WEIGHTS, *MOMENTS)), value=float("nan"))
+            return in_values(trial(False), draw(rng, TENSORS), value=float("nan"))
         case "stuck bit that makes values NaN, infinite or a leap":
-            return in_values(trial(False), draw_until(rng, (*WEIGHTS, *MOMENTS), True, stuck=True), stuck=True)
+            return in_values(trial(False), draw(rng, TENSORS, True, stuck=True), stuck=True)
         case "one replica of three":
-            return in_replica(trial(True), draw(rng, (*WEIGHTS, *MOMENTS)))
+            return in_replica(trial(True), draw(rng, TENSORS))
         case "a bit on the wire":
             return on_the_wire(trial(False), draw(rng, WEIGHTS), rng)
         case "a bit in a slot or a copy at rest":
@@ -298,7 +285,7 @@ def run(row: str, trial: Callable[[bool], Trial], rng: random.Random) -> dict[st
         case "a bit in a drained file":
             return in_a_file(trial(False), rng)
         case _:
-            return in_values(trial(False), draw_until(rng, (*WEIGHTS, *MOMENTS), seen=False))
+            return in_values(trial(False), draw(rng, TENSORS, seen=False))
 
 
 def main() -> int:
@@ -327,20 +314,16 @@ def main() -> int:
             if RANK == 0:
                 shutil.rmtree(root)
     if RANK == 0:
-        tell(counts, asked.trials, asked.out)
+        print("| class | trials | caught before its step was certified | rank or file named | right bits restored |")
+        print("|---|---|---|---|---|")
+        for row, count in counts.items():
+            claim = row if ROWS[row] else f"{row} (no check can see it)"
+            print(f"| {claim} | {asked.trials} | {count['caught']} | {count['named']} | {count['equal']} |")
+        if asked.out is not None:
+            asked.out.write_text(json.dumps(counts, indent=1))
     wanted = [row for row, claim in ROWS.items() if claim]
     least = min(counts[row][key] for row in wanted for key in ("caught", "named", "equal")) / asked.trials
     return int(least < 0.99)
-
-
-def tell(counts: dict[str, collections.Counter[str]], trials: int, out: Path | None) -> None:
-    print("| class | trials | caught before its step was certified | rank or file named | right bits restored |")
-    print("|---|---|---|---|---|")
-    for row, count in counts.items():
-        claim = row if ROWS[row] else f"{row} (no check can see it)"
-        print(f"| {claim} | {trials} | {count['caught']} | {count['named']} | {count['equal']} |")
-    if out is not None:
-        out.write_text(json.dumps({row: dict(count) | {"trials": trials} for row, count in counts.items()}, indent=1))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ that is counted, with the reason, and another training begins. Needs root.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -39,6 +40,7 @@ CRASHES = ("crash", "power cut", "crash and kill")
 NOT_REACHED_S = 20.0
 RECOVERS_S = 60.0
 SLOW_S = 5.0  # to leave a step, or to wait for others
+NEVER = float("inf")
 LOOK_S = 0.1  # who is looked at needs the cores
 PARTS = ("detect", "leave", "wait", "couriers", "checkpointer", "groups", "restore", "step")
 OFTEN = 5  # recoveries of a process, from which on it is looked at for leaks
@@ -61,18 +63,14 @@ class Job:
     """
 
     def __init__(self, folder: Path, ranks: int, last: int, expected: list[dict[int, str]], dice: random.Random,
-                 kinds: dict[str, int], model: str, with_slurm: bool, pause: float,
-                 victim: int | None):  # fmt: skip
+                 kinds: dict[str, int], model: str, with_slurm: bool, pause: float, victim: int | None):  # fmt: skip
         self._folder, self._ranks, self._last, self._expected = folder, ranks, last, expected
         self._dice, self._kinds = dice, kinds
         self._nodes = Nodes([f"host{number}" for number in range(1, ranks + 2)])
         self._slurm = Slurm(self._nodes) if with_slurm else None
         training = {"attacked": True, "digests": "entries", "pause": pause, "kind": model}
-        self._run: Kept = (
-            KeptJob(self._slurm, ranks, last, **training)
-            if self._slurm
-            else KeptRun(self._nodes, ranks, last, **training)
-        )
+        start = functools.partial(KeptJob, self._slurm) if self._slurm else functools.partial(KeptRun, self._nodes)
+        self._run: Kept = start(ranks, last, **training)
         self._dead: list[str] = []
         self._victim = victim
 
@@ -86,16 +84,15 @@ class Job:
                 take(self._dice.uniform(0.1, 1.0))
                 if int(self._run.last_step(0)[1]) > self._last - 50:
                     break
-                found = self._one()
-                if found:
-                    yield found
-                if "again" in found or "wrong" in found:
+                if result := self._lose():
+                    yield result
+                if {"again", "wrong"} & {*result}:
                     return
             else:
                 return
             if self._run.wait(self._last / 5 + 90):
                 yield {"kind": "the end", "wrong": "it did not end well"}
-            elif [end["digest"] for end in self._run.ends()] != [one[self._last] for one in self._expected]:
+            elif [end["digest"] for end in self._run.ends()] != [digests[self._last] for digests in self._expected]:
                 yield {"kind": "the end", "wrong": "other bits at the end"}
         except AssertionError as error:
             yield {"kind": "?", "wrong": str(error)[:2000]}
@@ -131,7 +128,7 @@ class Job:
                     return True
         return False
 
-    def _one(self) -> dict[str, Any]:
+    def _lose(self) -> dict[str, Any]:
         """One fault, and what came of it; nothing, where its place was not reached."""
         run = self._run
         (kind,) = self._dice.choices([*self._kinds], [*self._kinds.values()])
@@ -161,22 +158,25 @@ class Job:
             if kind in ("two kills", "crash and kill"):
                 self._signal(second, signal.SIGKILL)
                 lost |= {second}
-        found = {"kind": kind, "fault": word, "at": start, "ranks": sorted(lost), **self._outcome(start, lost, before)}
+        result = {"kind": kind, "fault": word, "at": start, "ranks": sorted(lost), **self._outcome(start, lost, before)}
         if kind == "kill, and another in recovery":
-            found["second"] = (run.out / "died").exists()
-            for name in ("die", "died"):
-                (run.out / name).unlink(missing_ok=True)
-        return found
+            result["second"] = bool(self._death())
+        return result
 
     def _let_die(self, rank: int, place: str) -> float:
         """Have a rank killed at a place; when that was, 0 where the place was not reached."""
-        out, end = self._run.out, time.monotonic() + NOT_REACHED_S
-        (out / "die").write_text(f"{rank} {place}")
-        until(lambda: (out / "died").exists() or time.monotonic() > end, "a death")
-        start = float((out / "died").read_text()) if (out / "died").exists() else 0.0
+        died, end = self._run.out / "died", time.monotonic() + NOT_REACHED_S
+        (self._run.out / "die").write_text(f"{rank} {place}")
+        until(lambda: died.exists() or time.monotonic() > end, "a death")
+        return self._death()
+
+    def _death(self) -> float:
+        """When a process has died that was told to, 0 where none has; nothing is left of that."""
+        died = self._run.out / "died"
+        when = float(died.read_text()) if died.exists() else 0.0
         for name in ("die", "died"):
-            (out / name).unlink(missing_ok=True)
-        return start
+            (self._run.out / name).unlink(missing_ok=True)
+        return when
 
     def _signal(self, rank: int, number: int) -> None:
         pid = self._run.process_of(rank)
@@ -188,13 +188,11 @@ class Job:
     def _outcome(self, start: float, lost: set[int], before: dict[int, list[str]]) -> dict[str, Any]:
         run = self._run
 
-        def found() -> list[dict[str, Any]]:
-            return [one for one in run.events("recovered") if one["time"] > start]
+        def recoveries() -> list[dict[str, Any]]:
+            return [event for event in run.events("recovered") if event["time"] > start]
 
         def trains() -> bool:
-            if not found():
-                return False
-            since = found()[-1]["time"] - 0.02
+            since = recoveries()[-1]["time"] - 0.02 if recoveries() else NEVER
             return all(float(run.last_step(rank)[0]) > since for rank in range(self._ranks))
 
         until(lambda: trains() or len(run.events("start")) > 1 or run.has_ended, run.log, RECOVERS_S, LOOK_S)
@@ -202,7 +200,7 @@ class Job:
             return {"again": [line for line in run.log().splitlines() if "mlflash run:" in line][-6:]}
         if not trains():
             return {"wrong": f"it ended:\n{run.log()[-2000:]}"}
-        recovered = found()[-1]
+        recovered = recoveries()[-1]
         since = recovered["time"] - 0.02
         after = {rank: next(line for line in run.steps(rank) if float(line[0]) > since) for rank in before}
         first_step = max(float(line[0]) for line in after.values())
@@ -217,7 +215,7 @@ class Job:
             "recovered": recovered["seconds"],
             "step": first_step - recovered["time"],
             "steps lost": done - recovered["step"],
-            "late": [one["rank"] for one in run.events("late") if one["time"] > start],
+            "late": [event["rank"] for event in run.events("late") if event["time"] > start],
             "sizes": self._sizes(),
             **({} if stayed else {"wrong": f"other processes: {before} {after}"}),
             **({} if bits else {"wrong": f"other bits at step {recovered['step']}"}),
@@ -252,30 +250,30 @@ def reference(folder: Path, ranks: int, last: int, model: str) -> list[dict[int,
             for rank in range(ranks)]  # fmt: skip
 
 
-def line(one: dict[str, Any]) -> str:
-    what = f"{one['job']}: {one.get('fault', one['kind'])} of {one.get('ranks', '?')}: "
-    if "wrong" in one:
-        return what + "WRONG: " + one["wrong"]
-    if "again" in one:
-        return what + "started again: " + "; ".join(one["again"])
-    late = f", late: {one['late']}" if one["late"] else ""
-    parts = ", ".join(f"{part} {one.get(part, 0):.2f}" for part in PARTS)
-    return f"{what}{one['seconds']:.2f} s ({parts}), {one['steps lost']} steps lost{late}"
+def line(result: dict[str, Any]) -> str:
+    fault = f"{result['job']}: {result.get('fault', result['kind'])} of {result.get('ranks', '?')}: "
+    if "wrong" in result:
+        return fault + "WRONG: " + result["wrong"]
+    if "again" in result:
+        return fault + "started again: " + "; ".join(result["again"])
+    late = f", late: {result['late']}" if result["late"] else ""
+    parts = ", ".join(f"{part} {result.get(part, 0):.2f}" for part in PARTS)
+    return f"{fault}{result['seconds']:.2f} s ({parts}), {result['steps lost']} steps lost{late}"
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """All of them: medians for each kind, and what processes had in the beginning and in the end."""
     head = "| fault | faults | recovered | started again | wrong | seconds: median | worst | "
     lines = [head + " | ".join(PARTS) + " |", "|---" * (7 + len(PARTS)) + "|"]
-    for kind in [*dict.fromkeys(one["kind"] for one in results), ""]:
-        mine = [one for one in results if one["kind"] == kind or not kind]
-        well = [one for one in mine if "seconds" in one and "wrong" not in one]
-        counts = [len(mine), len(well), sum("again" in one for one in mine), sum("wrong" in one for one in mine)]
-        row = [kind or "all", *map(str, counts)]
+    for kind in [*dict.fromkeys(result["kind"] for result in results), ""]:
+        alike = [result for result in results if result["kind"] == kind or not kind]
+        well = [result for result in alike if "seconds" in result and "wrong" not in result]
+        row = [kind or "all", str(len(alike)), str(len(well))]
+        row += [str(sum(word in result for result in alike)) for word in ("again", "wrong")]
         if well:
-            seconds = [one["seconds"] for one in well]
+            seconds = [result["seconds"] for result in well]
             row += [f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}"]
-            row += [f"{statistics.median(one.get(part, 0.0) for one in well):.2f}" for part in PARTS]
+            row += [f"{statistics.median(result.get(part, 0.0) for result in well):.2f}" for part in PARTS]
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join([*lines, "", *leaks(results)])
 
@@ -283,15 +281,15 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 def leaks(results: Sequence[dict[str, Any]]) -> list[str]:
     """Memory, descriptors and threads of processes that have come through many recoveries, after two and after all."""
     seen: dict[tuple[int, str], list[Any]] = {}
-    for one in results:
-        for process, size in one.get("sizes", {}).items():
-            seen.setdefault((one["job"], process), []).append(size)
+    for result in results:
+        for process, size in result.get("sizes", {}).items():
+            seen.setdefault((result["job"], process), []).append(size)
     lines = ["| process | recoveries | KiB after 2 | in the end | descriptors | | threads | |", "|---" * 8 + "|"]
     for (job, process), sizes in seen.items():
         if len(sizes) >= OFTEN:
             (name, *first), (_, *last) = sizes[1], sizes[-1]
-            both = " | ".join(f"{a} | {b}" for a, b in zip(first, last, strict=True))
-            lines.append(f"| {job} {name} {process} | {len(sizes)} | {both} |")
+            sizes = " | ".join(f"{a} | {b}" for a, b in zip(first, last, strict=True))
+            lines.append(f"| {job} {name} {process} | {len(sizes)} | {sizes} |")
     return lines
 
 
@@ -301,7 +299,7 @@ def size_of(pid: int) -> list[Any] | None:
     try:
         words = (folder / "cmdline").read_text().split("\0")
         status = dict(text.split(":", 1) for text in (folder / "status").read_text().splitlines())
-        counts = [len([*(folder / what).iterdir()]) for what in ("fd", "task")]
+        counts = [len([*(folder / kind).iterdir()]) for kind in ("fd", "task")]
     except OSError:
         return None
     names = ["agent" if "'mlflash.launch.agent'" in word else Path(word).name for word in words[1:]]
@@ -335,9 +333,9 @@ def main() -> int:
                   args.victim)  # fmt: skip
         keep = ""
         try:
-            for one in job.attack(min(args.at_once, args.faults - len(results))):
-                results.append({"job": number, **one})
-                is_odd = {"wrong", "again"} & {*one} or max(one.get("leave", 0), one.get("wait", 0)) > SLOW_S
+            for result in job.attack(min(args.at_once, args.faults - len(results))):
+                results.append({"job": number, **result})
+                is_odd = {"wrong", "again"} & {*result} or max(result.get("leave", 0), result.get("wait", 0)) > SLOW_S
                 keep = keep or (f"{args.out.stem}-{number}" if is_odd else "")
                 with args.out.open("a") as file:
                     file.write(json.dumps(results[-1]) + "\n")
@@ -346,7 +344,7 @@ def main() -> int:
             job.close(keep)
     shutil.rmtree(folder)
     print(table(results))
-    return int(any("wrong" in one for one in results))
+    return int(any("wrong" in result for result in results))
 
 
 if __name__ == "__main__":

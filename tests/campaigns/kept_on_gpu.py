@@ -15,15 +15,13 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from run_results import Results
+from run_results import Launched
 from waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -34,19 +32,26 @@ EVERY = 10  # steps from one kill to the next
 LAST, DEADLINE_S = EVERY * (len(PLACES) + 1), 60.0
 
 
-class Training(Results):
-    """`mlflash run` on this host, whose ranks are replaced by one process that waits, if it is kept."""
+class Training(Launched):
+    """`mlflash run` on this host, whose ranks are replaced by one process that waits, if it is kept. Close it.
 
-    def __init__(self, out: Path, process: subprocess.Popen[bytes]):
-        super().__init__(out)
-        self._process = process
+    See `kept_trainer` for the options.
+    """
 
-    def log(self) -> str:
-        return (self.out / "log").read_text()[-6_000:]
+    def __init__(self, folder: Path, memory: str, is_kept: bool, **options: Any):
+        kept = ["--keep-alive", "--spares", 1] if is_kept else ["--launcher", "ssh"]
+        spec = {"settings": {"job": folder.name, "redundancy": "none"}, **options}
+        words = [sys.executable, "-m", "mlflash", "run", "-N", 1, "--ranks-per-node", RANKS, "--job", folder.name,
+                 "--journal", folder / "run.jsonl", *kept, "--", sys.executable, TRAINER, folder, LAST,
+                 json.dumps(spec)]  # fmt: skip
+        paths = os.pathsep.join(filter(None, (str(ROOT), str(TRAINER.parent), os.environ.get("PYTHONPATH"))))
+        env = {**os.environ, "PYTHONPATH": paths, "MLFLASH_MEMORY": memory, "OMP_NUM_THREADS": "1",
+               "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # fmt: skip
+        super().__init__(folder, [*map(str, words)], env)
 
-    def wait(self) -> list[str]:
+    def digests(self) -> list[str]:
         """Wait for its end; gives the digest of each rank."""
-        assert self._process.wait(DEADLINE_S) == 0, self.log()
+        assert self.wait(DEADLINE_S) == 0, self.log()
         return [end["digest"] for end in self.ends()]
 
     def last_steps(self) -> list[list[str]]:
@@ -58,9 +63,8 @@ class Training(Results):
     def is_ready(self, step: int) -> bool:
         """Whether all ranks have done a step, and a process waits."""
         steps = self.last_steps()
-        waiting = {path.name.rpartition("-")[2] for path in self.out.glob("waits-*")} - {
-            line[2] for line in steps if line
-        }
+        waiting = {path.name.rpartition("-")[2] for path in self.out.glob("waits-*")}
+        waiting -= {line[2] for line in steps if line}
         has_spare = any(Path(f"/proc/{pid}").exists() for pid in waiting)
         return has_spare and all(line and int(line[1]) >= step for line in steps)
 
@@ -81,42 +85,22 @@ class Training(Results):
         return {"place": place, "rank": rank, "seconds": round(seconds, 3), **event["times"]}
 
 
-@contextlib.contextmanager
-def training(out: Path, is_kept: bool, **options: Any) -> Iterator[Training]:
-    """Train in a folder, which is made; see `kept_trainer` for the options."""
-    out.mkdir()
-    told = ["--keep-alive", "--spares", 1] if is_kept else ["--launcher", "ssh"]
-    words = [sys.executable, "-m", "mlflash", "run", "-N", 1, "--ranks-per-node", RANKS, "--job", out.name,
-             "--journal", out / "run.jsonl", *told, "--", sys.executable, TRAINER, out, LAST,
-             json.dumps({"settings": {"job": out.name, "redundancy": "none"}, **options})]  # fmt: skip
-    paths = os.pathsep.join(filter(None, (str(ROOT), str(TRAINER.parent), os.environ.get("PYTHONPATH"))))
-    with tempfile.TemporaryDirectory(prefix="kept-on-gpu-", dir="/dev/shm") as memory, (out / "log").open("w") as log:
-        env = {**os.environ, "PYTHONPATH": paths, "MLFLASH_MEMORY": memory, "OMP_NUM_THREADS": "1",
-               "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # fmt: skip
-        with subprocess.Popen([*map(str, words)], stdout=log, stderr=log, env=env) as process:
-            try:
-                yield Training(out, process)
-            finally:
-                process.terminate()
-
-
 def recoveries(folder: Path, kind: str, device: str) -> list[dict[str, Any]]:
     """Kill one rank at each place, and compare the end with that of an uninterrupted run."""
     plan = [((number + 1) % RANKS, (number + 1) * EVERY, place) for number, place in enumerate(PLACES)]
-    options = {"kind": kind, "device": device}
-    found = []
-    with training(folder / f"{kind}-kept", True, **options, die=plan, attacked=True,
-                  holds=[step - 1 for _, step, _ in plan]) as kept:  # fmt: skip
-        for rank, step, place in plan:
-            kept.until(lambda step=step: kept.is_ready(step - 2))
-            found.append(kept.lose(rank, step, place))
-            print(f"  {kind}: {json.dumps(found[-1])}", flush=True)
-        digests = kept.wait()
-        assert len(kept.events("start")) == 1, f"all were started again:\n{kept.log()}"
-    with training(folder / f"{kind}-alone", False, **options) as alone:
-        assert digests == alone.wait(), f"{kind}: other bits"
-    assert len(digests) == RANKS
-    return found
+    options, losses = {"kind": kind, "device": device}, []
+    holds = {"die": plan, "attacked": True, "holds": [step - 1 for _, step, _ in plan]}
+    with tempfile.TemporaryDirectory(prefix="kept-on-gpu-", dir="/dev/shm") as memory:
+        with contextlib.closing(Training(folder / f"{kind}-kept", memory, True, **options, **holds)) as kept:
+            for rank, step, place in plan:
+                kept.until(lambda step=step: kept.is_ready(step - 2))
+                losses.append(kept.lose(rank, step, place))
+                print(f"  {kind}: {json.dumps(losses[-1])}", flush=True)
+            digests = kept.digests()
+            assert len(kept.events("start")) == 1, f"all were started again:\n{kept.log()}"
+        with contextlib.closing(Training(folder / f"{kind}-alone", memory, False, **options)) as alone:
+            assert digests == alone.digests() and len(digests) == RANKS, f"{kind}: other bits"
+    return losses
 
 
 def main() -> int:

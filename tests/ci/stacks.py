@@ -65,7 +65,7 @@ class Watch:
 
 
 def stacks() -> str:
-    names = {one.ident: one.name for one in threading.enumerate()}
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = [(names.get(ident, "?"), frame) for ident, frame in sys._current_frames().items()
              if ident != threading.get_ident()]  # fmt: skip
     return "\n".join(f"thread {name}\n{''.join(traceback.format_stack(frame))}" for name, frame in found)

@@ -14,12 +14,12 @@ from pathlib import Path
 import harness
 import small_blocks
 from cluster.nodes import HEAD, Nodes
-from harness import SUPPORT, TESTS, Launch, Result
+from harness import SUPPORT, Launch, Result
 from waiting import PATIENCE_S, until
 
 from mlflash.run.processes import find_mpiexec, signal_group
 
-TRAIN, OTHERS = SUPPORT / "worker.py", TESTS / "cluster" / "programs.py"
+WORKER = SUPPORT / "worker.py"
 
 # Between nodes TCP over their cables, within a node MPI's own shared memory: UCX would look for faster ways,
 # and on this machine it might find one that no cable is needed for.
@@ -47,14 +47,11 @@ class Cluster:
         self._launches = 0
 
     def start(self, hosts: Sequence[str], program: str = "train", *, per_node: int = 1, **options: object) -> Job:
-        """Start a rank program, ``train`` or one of `programs.py`, with so many ranks on each host, each time it is
-        named (one after the other).
-        """
+        """Start a program of worker.py with so many ranks on each host, each time it is named (one after the other)."""
         self._launches += 1
         out = self.nodes.path / f"out{self._launches}"
         out.mkdir()
-        script = TRAIN if program == "train" else OTHERS
-        argv = [sys.executable, str(script), json.dumps({"program": program, **options})]
+        argv = [sys.executable, str(WORKER), json.dumps({"program": program, **options})]
         return Job(self.nodes, mpiexec_on(self.nodes, hosts, per_node, [*self._environment(out), *argv]), out)
 
     def run(self, hosts: Sequence[str], program: str = "train", *, per_node: int = 1, timeout: float = PATIENCE_S,
@@ -96,7 +93,7 @@ class Job(Launch):
 
     def ranks_on(self, host: str) -> list[int]:
         """Process numbers (of the machine) of the ranks on a node."""
-        return [pid for script in (TRAIN, OTHERS) for pid in self._nodes.running(host, str(script))]
+        return self._nodes.running(host, str(WORKER))
 
     def wait_for_no_rank(self, hosts: Sequence[str]) -> None:
         """Wait until all ranks on some hosts have ended by themselves, whatever mpiexec does."""

@@ -161,8 +161,8 @@ class Nodes:
     def _plug_in_switch(self) -> None:
         # cat ends when this process does, as the nodes do.
         self._switch = _start(["unshare", "--net", "cat"])
-        ours, switch = _network(os.getpid()), self._switch
-        until(lambda: _network(switch.pid) not in (None, ours), "the switch has a network")
+        own, switch = _network(os.getpid()), self._switch
+        until(lambda: _network(switch.pid) not in (None, own), "the switch has a network")
         self._ip_switch("link add br0 type bridge\nlink set br0 up")
 
     def _boot(self, names: Sequence[str]) -> None:

@@ -58,9 +58,7 @@ def assert_named(result: Result, rank: int, lost: str) -> None:
 
 
 @pytest.mark.parametrize(("transport", "power_cut"), [("p2p", False), ("rma", True)])
-def test_a_node_that_falls_silent_is_named_and_the_job_goes_on_with_a_spare(
-    nodes: Nodes, transport: str, power_cut: bool
-) -> None:
+def test_a_spare_replaces_a_silent_node_that_is_named(nodes: Nodes, transport: str, power_cut: bool) -> None:
     cluster, job = start_and_hold_in_save(nodes, transport, victim=2, last=9, when_late="leave")
     if power_cut:
         nodes.crash("host3", power_cut=True)

@@ -120,7 +120,7 @@ def test_the_own_address_is_that_of_an_interface_where_nothing_else_tells_it() -
 @pytest.mark.parametrize(
     ("spaces", "netmod"), [("--pid --fork --kill-child --mount-proc", "ucx"), ("--user --map-root-user", "ofi")]
 )
-def test_ranks_of_a_node_that_cannot_read_each_other_are_sent_the_right_bytes(
+def test_ranks_that_cannot_read_each_other_get_the_right_bytes(
     shm: Path, spaces: str, netmod: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """MPI would read by a process number that means another process there, or be refused."""
@@ -151,11 +151,11 @@ def test_without_an_inode_a_save_fails_with_the_reason_and_saves_go_on() -> None
     assert "restored None" in said and "has no inode left for another file" in said
 
 
-def test_what_is_larger_than_ulimit_allows_fails_with_the_reason_and_saves_go_on(shm: Path) -> None:
+def test_what_ulimit_forbids_fails_and_saves_go_on(shm: Path) -> None:
     said = limited("ulimit -f 20000", LARGE, MLFLASH_MEMORY=str(shm))
     assert "may not have such large files of this process (ulimit -f)" in said
 
 
-def test_what_does_not_fit_into_the_64_mib_of_dockers_dev_shm_fails_with_numbers_and_saves_go_on() -> None:
+def test_what_dockers_64_mib_do_not_hold_fails_with_numbers() -> None:
     said = limited("mount -t tmpfs -o size=64m tmpfs /dev/shm", LARGE)
     assert "do not fit into its memory" in said and "free space of /dev/shm" in said and "--shm-size" in said

@@ -1,4 +1,4 @@
-"""Launchers without MPI on nodes that are apart: ranks find each other, are started again in place, and go on."""
+"""Trainers on nodes that are apart, under launchers with MPI and without: their couriers start, and they go on."""
 
 from __future__ import annotations
 
@@ -7,15 +7,57 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster.jobs import NETMODS
+from cluster.jobs import NETMODS, mpiexec_on
 from cluster.nodes import Nodes
-from cluster.test_couriers import check, trainer
-from harness import SUPPORT
+from harness import SUPPORT, read_records
+from processes import ran
 from waiting import PATIENCE_S, until
+
+TRAINER = SUPPORT / "launch_trainer.py"
+
+
+def trainer(folder: Path, *more: str, netmod: Mapping[str, str] = NETMODS["ofi"], **options: Any) -> list[str]:
+    """The command of a trainer that runs two epochs, and writes what it knows into a folder."""
+    names = {**netmod, "PYTHONPATH": os.environ["PYTHONPATH"], "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    argv = [sys.executable, str(TRAINER), json.dumps({"do": "epochs", "epochs": 2, "folder": str(folder), **options})]
+    return ["env", *(f"{name}={value}" for name, value in names.items()), *more, *argv]
+
+
+def check(nodes: Nodes, folder: Path, launcher: str, expected: list[int]) -> None:
+    """All ranks had both epochs, each knew who shares its node, and nothing is left on any node."""
+    for rank in range(len(expected)):
+        said = json.loads((folder / str(rank)).read_text())
+        assert (said["launcher"], said["status"], said["nodes"]) == (launcher, 0, expected)
+        assert len(said["took"]) == 1 and "mpi4py" not in said["modules"]
+        print(f"{launcher}, rank {rank}, courier killed to allreduce done: {1e3 * said['took'][0]:.0f} ms")
+    for host in nodes.names:
+        until(lambda host=host: not nodes.running(host, "mlflash.launch.agent"), f"no process is left on {host}")
+        assert "mpich" not in nodes.run(host, "ls", "/dev/shm")
+
+
+def test_ranks_on_three_nodes_have_couriers_and_hydra_notices_nothing(nodes: Nodes) -> None:
+    ran(*mpiexec_on(nodes, ["host1", "host2", "host3"], 1, trainer(nodes.path)), env=os.environ)
+    check(nodes, nodes.path, "hydra", [0, 1, 2])
+
+
+def test_ranks_whose_host_names_mean_loopback_have_couriers(nodes: Nodes) -> None:
+    """As Debian's installer writes /etc/hosts. These nodes have no default route, either."""
+    for host in nodes.names:
+        assert "default" not in nodes.run(host, "ip", "route")
+        write = f"sed '/ {host}$/d' /etc/hosts > /tmp/hosts && echo 127.0.1.1 {host} >> /tmp/hosts"
+        nodes.run(host, "sh", "-c", f"{write} && mount --bind /tmp/hosts /etc/hosts")
+        assert nodes.run(host, "getent", "hosts", host).split()[0] == "127.0.1.1"
+    ran(*mpiexec_on(nodes, ["host1", "host2"], 1, trainer(nodes.path)), env=os.environ)
+    check(nodes, nodes.path, "hydra", [0, 1])
+
+
+# Launchers without MPI
+
 
 WORKER = SUPPORT / "elastic_worker.py"
 # Workers that are started again on some nodes only would find in the store of torchrun itself what dead ones left.
@@ -40,8 +82,7 @@ class Torchrun:
                 self._agents[host] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def records(self, event: str) -> list[dict[str, Any]]:
-        lines = [line for path in sorted(self.out.glob("rank*.jsonl")) for line in path.read_text().splitlines()]
-        return [record for record in map(json.loads, lines) if record["event"] == event]
+        return read_records(self.out, event)
 
     def wait_for(self, event: str, count: int) -> list[dict[str, Any]]:
         until(lambda: len(self.records(event)) >= count, lambda: f"{count} times {event}\n{self.log()}")
@@ -81,9 +122,7 @@ def worker_of(**spec: Any) -> list[str]:
 
 @pytest.mark.timeout(240)  # two waits
 @pytest.mark.parametrize("initializes", [True, False], ids=["its store", "its port"])
-def test_workers_that_torchrun_starts_again_in_place_go_on_from_memory(
-    nodes: Nodes, torchrun: Torchrun, initializes: bool
-) -> None:
+def test_workers_restarted_in_place_go_on_from_memory(nodes: Nodes, torchrun: Torchrun, initializes: bool) -> None:
     """Two nodes of two; nothing names the job but torchrun's id, and nothing else is told to mlflash."""
     hosts = ("host1", "host2")
     worker = worker_of(last=5, holds_at=4, initializes=initializes)
@@ -174,7 +213,7 @@ def started(nodes: Nodes, hosts: Sequence[str], timeout_s: float) -> dict[str, s
     return found
 
 
-def test_who_has_lost_the_host_of_rank_0_is_told_by_the_deadline_and_held_up_no_more(nodes: Nodes) -> None:
+def test_who_has_lost_the_host_of_rank_0_is_told_in_time(nodes: Nodes) -> None:
     ranks = started(nodes, ("host1", "host2", "host3"), 10.0)
     for rank in ranks.values():
         assert rank.stdout is not None and "saved" in rank.stdout.readline()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
 import pytest
 from cluster.jobs import Cluster
 from cluster.nodes import Nodes
-from harness import Result
+from harness import Result, assert_unrestorable
 from waiting import take
 
-THREE = ("host1", "host2", "host3")
+FOUR = ("host1", "host2", "host3", "host4")
+THREE = FOUR[:3]
 # Each transport over what MPI uses unless told otherwise, and one over each of its other ways.
 WAYS = [
     pytest.param("p2p", "ucx", marks=pytest.mark.gate),
@@ -47,14 +49,11 @@ def slot_files(nodes: Nodes, host: str) -> int:
 
 
 @pytest.mark.parametrize(("transport", "netmod"), WAYS)
-def test_any_of_three_nodes_may_be_lost_and_after_the_reprotection_any_other_too(
-    nodes: Nodes, transport: str, netmod: str
-) -> None:
+def test_any_of_three_nodes_may_be_lost_then_any_other(nodes: Nodes, transport: str, netmod: str) -> None:
     cluster = Cluster(nodes, transport, netmod)
     train_and_die(cluster, THREE, step=3)
     for lost, partner in (("host1", "host2"), ("host2", "host3"), ("host3", "host1")):
-        nodes.crash(lost)
-        nodes.boot(lost)
+        crash(nodes, lost)
         before = nodes.sent_nbytes(partner)
         # No save between two losses: it is the reprotection that makes the copies again.
         result = cluster.run(THREE, last=3)
@@ -71,8 +70,7 @@ def test_what_ranks_hold_alike_is_not_sent_and_comes_from_a_node_that_is_left(no
     train_and_die(cluster, hosts, step=9, per_node=per_node, nbytes=3_000_000, alike=True)
     assert nodes.sent_nbytes("host1") - before < 9 * 300_000, "what is alike was sent"
     for lost, left in (hosts, hosts[::-1]):
-        nodes.crash(lost)
-        nodes.boot(lost)
+        crash(nodes, lost)
         before = nodes.sent_nbytes(left)
         result = cluster.run(hosts, last=9, per_node=per_node, nbytes=3_000_000, alike=True)
         assert_restored(result, hosts, 9, per_node=per_node)
@@ -101,3 +99,61 @@ def test_a_crash_at_any_time_loses_nothing_that_was_committed(nodes: Nodes, seed
         step = check.of("restored")[0]["step"]
         assert step >= committed, result.log + check.log
         assert_restored(check, THREE, step)
+
+
+# Parity: every loss that is covered, one more, a spare, fewer nodes
+
+
+def crash(nodes: Nodes, *hosts: str) -> None:
+    for host in hosts:
+        nodes.crash(host)
+        nodes.boot(host)
+
+
+@pytest.mark.parametrize(("scheme", "losses", "transport"), [("xor:4", 1, "rma"), ("rs:2+2", 2, "p2p")])
+def test_every_loss_that_is_covered_is_restored_with_no_save_between(
+    nodes: Nodes, scheme: str, losses: int, transport: str
+) -> None:
+    cluster = Cluster(nodes, transport)
+    options = {"redundancy": scheme}
+    train_and_die(cluster, FOUR, 3, options={"redundancy": scheme})
+    for lost in itertools.combinations(FOUR, losses):
+        crash(nodes, *lost)
+        before = sum(nodes.sent_nbytes(host) for host in FOUR if host not in lost)
+        result = cluster.run(FOUR, last=3, options=options)
+        assert_restored(result, FOUR, 3)
+        assert sources(result) == ["parity" if host in lost else host for host in FOUR]
+        assert sum(nodes.sent_nbytes(host) for host in FOUR if host not in lost) - before > 300_000 * losses
+        assert [slot_files(nodes, host) for host in FOUR] == [4, 4, 4, 4]
+    crash(nodes, *FOUR[: losses + 1])
+    refused = cluster.run(FOUR, last=1, options=options)
+    gone = f"no slot and no copy of ranks 0-{losses} of 4 is on the nodes that are here"
+    assert_unrestorable(refused, 4, **{f"step_{step}": gone for step in refused.of("unrestorable")[0]["reasons"]})
+
+
+def test_a_spare_takes_the_place_of_a_lost_node_and_ranks_may_move(nodes: Nodes) -> None:
+    cluster, options = Cluster(nodes), {"redundancy": "xor:3"}
+    train_and_die(cluster, THREE, 3, options={"redundancy": "xor:3"})
+    nodes.crash("host2")
+    in_its_place = ("host1", "host4", "host3")
+    result = cluster.run(in_its_place, last=4, options=options)
+    assert_restored(result, in_its_place, 3)
+    assert sources(result) == ["host1", "parity", "host3"]
+    nodes.crash("host1")
+    nodes.boot("host2")
+    moved = ("host3", "host2", "host4")  # all ranks change places, and one node is new
+    result = cluster.run(moved, last=5, options=options)
+    assert_restored(result, moved, 4)
+    assert sources(result) == ["parity", "host4", "host3"]
+
+
+def test_the_ranks_of_four_nodes_go_on_with_three(nodes: Nodes) -> None:
+    cluster = Cluster(nodes)
+    train_and_die(cluster, FOUR, 3, options={"redundancy": "rs:2+2"})
+    nodes.crash("host3")
+    fewer = ("host1", "host1", "host2", "host4")
+    result = cluster.run(fewer, last=4, options={"redundancy": "xor:3"})
+    assert_restored(result, fewer, 3)
+    assert sources(result) == ["host1", "host2", "parity", "host4"]
+    crash(nodes, "host1")  # two ranks were there: one is covered by parity, one by a copy, as its node has more ranks
+    assert_restored(cluster.run(fewer, last=5, options={"redundancy": "xor:3"}), fewer, 4)

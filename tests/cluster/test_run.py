@@ -93,7 +93,7 @@ def check_replaced(run: Run, expected: list[str]) -> None:
 
 @pytest.mark.usefixtures("without_mpiexec")
 @pytest.mark.parametrize("power_cut", [False, True])
-def test_a_lost_node_is_replaced_by_a_spare_and_the_job_ends_with_the_same_bits(
+def test_a_spare_replaces_a_lost_node_with_the_same_bits(
     start: Any, nodes: Nodes, expected: list[str], power_cut: bool
 ) -> None:
     run = start("-N", 3, hold_at=20)
@@ -127,9 +127,7 @@ def test_a_rank_that_is_killed_is_started_again_and_so_is_an_agent(
 
 
 @pytest.mark.parametrize("power_cut", [False, True])
-def test_without_a_spare_it_goes_on_with_fewer_nodes_where_that_will_do(
-    start: Any, nodes: Nodes, power_cut: bool
-) -> None:
+def test_without_a_spare_it_goes_on_with_fewer_nodes(start: Any, nodes: Nodes, power_cut: bool) -> None:
     run = start("-N", 3, "--min-nodes", 2, "--hang-timeout", HANG_S, hosts=3, hold_at=20)
     run.wait_for_step(15)
     nodes.crash("host3", power_cut)
@@ -139,7 +137,7 @@ def test_without_a_spare_it_goes_on_with_fewer_nodes_where_that_will_do(
     assert run.events("start")[1]["hosts"] == ["host1", "host2"] and run.events("finish")[0]["scavenged"] is True
 
 
-def test_where_too_few_nodes_are_left_it_ends_with_the_reason_and_scavenges(start: Any, nodes: Nodes) -> None:
+def test_with_too_few_nodes_it_ends_with_the_reason_and_scavenges(start: Any, nodes: Nodes) -> None:
     run = start("-N", 3, hosts=3, hold_at=20)
     run.wait_for_step(15)
     nodes.crash("host3")
@@ -182,9 +180,7 @@ def test_a_signal_ends_it_with_a_checkpoint_that_the_next_job_restores(start: An
     assert [end["digest"] for end in run.ends()] == expected and all(end["start"] >= 5 for end in run.ends())
 
 
-def test_a_node_that_is_unfit_to_train_is_replaced_and_what_it_holds_is_fetched_first(
-    start: Any, nodes: Nodes, expected: list[str]
-) -> None:
+def test_an_unfit_node_is_replaced_once_its_state_is_fetched(start: Any, nodes: Nodes, expected: list[str]) -> None:
     for host in nodes.names:
         nodes.run(host, "ip", "link", "add", "fast0", "type", "veth", "peer", "name", "fast1")
         for end in ("fast0", "fast1"):

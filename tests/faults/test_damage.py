@@ -43,9 +43,7 @@ def damage(cluster: Cluster, rank: int, step: int, nodes: list[int], place: str,
 # Each place is damaged in one of the first two tests. "old header" and "old file" are those of the step before, whole
 # and valid in themselves: of one save there are none.
 @pytest.mark.parametrize(("place", "step"), [("header", 1), ("old file", 3)])
-def test_a_damaged_slot_is_replaced_by_its_copy_and_a_damaged_copy_is_made_again(
-    shm: Path, place: str, step: int
-) -> None:
+def test_a_damaged_slot_and_a_damaged_copy_are_made_again(shm: Path, place: str, step: int) -> None:
     cluster = Cluster(shm)
     train_and_die(cluster, 2, step)
     damage(cluster, 1, step, [1], place)
@@ -75,7 +73,7 @@ def test_where_slot_and_copy_are_both_damaged_the_step_is_not_restored(shm: Path
 
 
 @pytest.mark.parametrize("place", ["header", "payload", "truncated"])
-def test_where_it_was_the_only_step_its_damage_is_told_and_nothing_is_touched(shm: Path, place: str) -> None:
+def test_damage_of_the_only_step_is_told_and_nothing_touched(shm: Path, place: str) -> None:
     cluster = Cluster(shm)
     train_and_die(cluster, 2, 1)
     damage(cluster, 1, 1, [0, 1], place)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SUPPORT
-from waiting import PATIENCE_S
+from harness import SUPPORT, remove_segments, segments
+from processes import plain_environment, ran
 
 from mlflash.run.processes import mpiexec
 
@@ -65,40 +64,20 @@ put("software", "_CHECKS", parity)
 def nothing_of_mpi_stays() -> Iterator[None]:
     """Delete what MPI left in /dev/shm because its processes were killed; nothing that another test has mapped."""
 
-    def files() -> set[str]:
-        return {str(path) for path in Path("/dev/shm").glob("mpich_shm_*")}
-
-    before = files()
+    before = segments()
     yield
-    left = files() - before
-    for maps in Path("/proc").glob("[0-9]*/maps") if left else ():
-        try:
-            left -= {line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
-        except OSError:  # it ended meanwhile
-            continue
-    for path in left:
-        Path(path).unlink(missing_ok=True)
+    remove_segments(before)
 
 
-def environment(memory: Path) -> dict[str, str]:
-    given = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLASH_", "SLURM_"))}
-    return {**given, "MLFLASH_MEMORY": str(memory), "PYTHONWARNINGS": "error"}
-
-
-def run(command: Sequence[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-                          stdin=subprocess.DEVNULL)  # fmt: skip
-
-
-def examine(memory: Path, ranks: int, *arguments: object, per_node: int = 1, code: int = 0,
-            change: str = "") -> Any:  # fmt: skip
+def examine(memory: Path, ranks: int, *words: object, per_node: int = 1, well: bool = True, change: str = "") -> Any:
     """Run the command under mpiexec; its JSON. ``change`` is what is different in the program."""
-    line = [sys.executable, "-c", PROGRAM.format(change=change), "doctor", "--json", *map(str, arguments)]
-    env = environment(memory) | {"RANKS_PER_NODE": str(per_node)}
-    done = run(*mpiexec(ranks, [sys.executable, str(SUPPORT / "on_node.py"), *line] if per_node else line, env))
-    assert (done.returncode != 0) == bool(code), f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    line = [sys.executable, "-c", PROGRAM.format(change=change), "doctor", "--json", *map(str, words)]
+    env = plain_environment(MLFLASH_MEMORY=memory, PYTHONWARNINGS="error", RANKS_PER_NODE=per_node,
+                            PYTHONPATH=os.environ["PYTHONPATH"])  # fmt: skip
+    command, env = mpiexec(ranks, [sys.executable, str(SUPPORT / "on_node.py"), *line] if per_node else line, env)
+    printed = ran(*command, env=env, code=0 if well else None).stdout
     # A launcher may print something of its own behind it.
-    return json.JSONDecoder().raw_decode(done.stdout[done.stdout.index("{") :])[0]
+    return json.JSONDecoder().raw_decode(printed[printed.index("{") :])[0]
 
 
 def lines_of(found: Any, check: str) -> list[Any]:
@@ -107,8 +86,7 @@ def lines_of(found: Any, check: str) -> list[Any]:
 
 def is_at(found: Any, check: str) -> str:
     (line,) = lines_of(found, check)
-    level: str = line["level"]
-    return level
+    return str(line["level"])
 
 
 def test_all_ranks_are_looked_at_and_nothing_is_left(shm: Path) -> None:
@@ -127,68 +105,54 @@ def test_all_ranks_are_looked_at_and_nothing_is_left(shm: Path) -> None:
 
 def test_two_ranks_that_do_not_see_the_same_memory_are_an_error(shm: Path, tmp_path: Path) -> None:
     other = f"if here: os.environ['MLFLASH_MEMORY'] = {str(tmp_path)!r}"
-    found = examine(shm, 2, per_node=0, code=1, change=other)
+    found = examine(shm, 2, per_node=0, well=False, change=other)
     for line in lines_of(found, "nodes"):
         assert line["level"] == "error" and "do not see the same" in line["text"] and "rank 1" in line["text"]
 
 
 def test_of_worlds_of_one_rank_only_the_first_speaks_and_all_fail(shm: Path) -> None:
-    env = environment(shm)
     for task in range(2):
         slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(task), "SLURM_NODEID": "0"}
-        done = run([MLFLASH, "doctor"], {**env, **slurm})
-        assert done.returncode == 1, done.stderr
+        printed = ran(MLFLASH, "doctor", code=1, MLFLASH_MEMORY=shm, PYTHONWARNINGS="error", **slurm).stdout
         if task:
-            assert done.stdout == ""
+            assert printed == ""
             continue
-        assert "srun started 2 processes, but each is alone in its MPI world" in done.stdout
-        assert "start with srun --mpi=pmi2" in done.stdout
-        assert "computed by" in done.stdout, "the other checks are made all the same"
+        assert "srun started 2 processes, but each is alone in its MPI world" in printed
+        assert "start with srun --mpi=pmi2" in printed
+        assert "computed by" in printed, "the other checks are made all the same"
 
 
-def test_a_transport_that_does_not_work_is_an_error_and_nothing_is_left(shm: Path) -> None:
+def test_a_broken_transport_is_an_error_and_leaves_nothing(shm: Path) -> None:
     refuse = f"""
 sys.path.append({str(SUPPORT)!r})
 import in_couriers
 in_couriers.reach_into_couriers()
 os.environ.update(MLFLASH_TRANSPORT="rma", MLFLASH_TEST_REPLACED="put_fails", PYTHONPATH={str(SUPPORT)!r})
 """
-    found = examine(shm, 2, code=1, change=refuse)
+    found = examine(shm, 2, well=False, change=refuse)
     (line,) = lines_of(found, "network")
     assert line["level"] == "error" and "MPI_ERR_RMA_SYNC" in line["text"] and "p2p" in line["advice"], line
     assert [list(node.iterdir()) for node in shm.iterdir()] == [[], []]
 
 
-@pytest.mark.parametrize(
-    "hang",
-    [
-        pytest.param("os.kill(os.getpid(), signal.SIGSTOP)", id="stopped"),
-        pytest.param("signal.pause()", id="asleep"),
-    ],
-)
+@pytest.mark.parametrize("hang", ["os.kill(os.getpid(), signal.SIGSTOP)", "signal.pause()"], ids=["stopped", "asleep"])
 def test_a_rank_that_hangs_is_named_in_time(shm: Path, hang: str) -> None:
     # Any other wait would outlast the test, and so would the watch.
-    found = examine(shm, 2, "--timeout", 1000, code=1, change=HURRY.format(hang=hang))
+    found = examine(shm, 2, "--timeout", 1000, well=False, change=HURRY.format(hang=hang))
     (line,) = lines_of(found, "clocks")
     assert line["level"] == "error" and "for rank 1 on node1" in line["text"]
     assert len(lines_of(found, "library")[0]["nodes"]) == 2, "what was found before is there, of all ranks"
     assert lines_of(found, "network") == []
 
 
-@pytest.mark.parametrize(
-    ("end", "text"),
-    [
-        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "this check ended the process", id="killed"),
-        pytest.param(
-            "ctypes.PyDLL(None).sleep(1000)", "this check did not end within 3 s", id="hangs, nor lets Python run"
-        ),
-    ],
-)
+@pytest.mark.parametrize(("end", "text"), [
+    pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "this check ended the process", id="killed"),
+    pytest.param("ctypes.PyDLL(None).sleep(1000)", "this check did not end within 3 s", id="hangs"),
+])  # fmt: skip
 def test_where_the_process_that_prints_ends_its_child_prints(shm: Path, end: str, text: str) -> None:
     program = PROGRAM.format(change=WATCH_PARITY_ONLY.format(end=end))
-    done = run([sys.executable, "-c", program, "doctor", "--json", "--timeout", "1"], environment(shm))
-    assert done.returncode == -9, done.stderr
-    found = json.loads(done.stdout)
+    words = [sys.executable, "-c", program, "doctor", "--json", "--timeout", "1"]
+    found = json.loads(ran(*words, code=-9, MLFLASH_MEMORY=shm, PYTHONWARNINGS="error").stdout)
     (line,) = lines_of(found, "parity")
     assert line["level"] == "error" and line["text"].startswith(text) and not found["well"]
     assert is_at(found, "versions") == "ok", "what was found before is there"

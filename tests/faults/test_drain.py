@@ -8,16 +8,15 @@ compared by ranks that know what they must be.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Cluster, Result
+from damage import flip
+from harness import Cluster, Launch, Result, own_memory
 
 from mlflash.crash_points import POINTS
 from mlflash.drain import index
@@ -28,12 +27,29 @@ MASTER, PROVENANCE = "checkpoint.h5", "provenance.json"
 MIB = 1 << 20
 
 
-def spec(directory: Path, *verbs: list[object], nbytes: int = 100_000, traps: list[dict[str, Any]] | None = None,
-         **options: object) -> str:  # fmt: skip
-    """What a worker is told; nothing is drained by itself but at the end."""
-    options = {"drain_every": 1000, "format": "hdf5", **options}
-    return json.dumps({"program": "follow", "verbs": verbs, "nbytes": nbytes, "traps": traps or [],
-                       "options": {"directory": str(directory), **options}})  # fmt: skip
+class Faulty:
+    """A directory on a file system that fails as it is told."""
+
+    def __init__(self, library: Path, directory: Path, rules: Path):
+        self.directory = directory
+        self.env = {**SMALL, "LD_PRELOAD": str(library), "FAULTY_ROOT": str(directory), "FAULTY_RULES": str(rules)}
+
+
+@pytest.fixture
+def faulty(faulty_files: Path, shm: Path) -> Faulty:
+    return Faulty(faulty_files, shm / "pfs", shm / "rules")
+
+
+def begin(cluster: Cluster, place: Path | Faulty, *verbs: Any, ranks: int = 2, nbytes: int = 100_000,
+          traps: list[dict[str, Any]] | None = None, **options: object) -> Launch:  # fmt: skip
+    """Start ranks that do what verbs say; nothing is drained by itself but at the end."""
+    directory, env = (place.directory, place.env) if isinstance(place, Faulty) else (place, SMALL)
+    options = {"drain_every": 1000, "format": "hdf5", "directory": str(directory), **options}
+    return cluster.begin(ranks, env, program="follow", verbs=verbs, nbytes=nbytes, traps=traps or [], options=options)
+
+
+def follow(cluster: Cluster, place: Path | Faulty, *verbs: Any, **more: Any) -> Result:
+    return begin(cluster, place, *verbs, **more).wait()
 
 
 def files_of(step: int, ranks: int) -> set[str]:
@@ -55,6 +71,11 @@ def committed_in(directory: Path) -> set[int]:
 def restored(result: Result) -> set[tuple[int | None, str]]:
     """What the ranks restored, and which bits were wrong."""
     return {(r["step"], str(r["wrong"])) for r in result.of("restored")}
+
+
+def checked(result: Result) -> set[tuple[int, str]]:
+    """The steps that ranks loaded from the directory, and which bits were wrong."""
+    return {(r["step"], str(r["wrong"])) for r in result.of("checked")}
 
 
 def lose_memory(cluster: Cluster) -> None:
@@ -103,10 +124,9 @@ CASES = [
 @pytest.fixture(scope="module")
 def of_another(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory that another job drained its step 1 to."""
-    root = Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
     directory = tmp_path_factory.mktemp("another")
-    result = Cluster(root, job="another").run(2, "support/worker.py", spec(directory, ["save"]), env=SMALL)
-    shutil.rmtree(root)
+    with own_memory() as root:
+        result = follow(Cluster(root, job="another"), directory, ["save"])
     assert files_in(directory) == files_of(1, 2), result.log
     return directory
 
@@ -123,9 +143,7 @@ def put_foreign_files(directory: Path, of_another: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_crash_while_it_drains_costs_no_checkpoint_in_memory_nor_in_the_directory(
-    shm: Path, of_another: Path, case: Case
-) -> None:
+def test_a_crash_while_it_drains_costs_no_checkpoint(shm: Path, of_another: Path, case: Case) -> None:
     ranks, per_node = case.layout
     cluster, directory = Cluster(shm, per_node), shm / "pfs"
     put_foreign_files(shm / "foreign", of_another)
@@ -134,7 +152,7 @@ def test_a_crash_while_it_drains_costs_no_checkpoint_in_memory_nor_in_the_direct
     drain_again = [["begin_drain"], ["save_while_it_drains"]] if case.busy else [["drain"]]
     put = ["run", f"cp -r {shm}/foreign/. {directory} && touch {directory}/step-00000002/foreign"]
     verbs = [["save", 2], ["drain"], put, ["save", 2], *drain_again, ["save", 200, 0.05]]
-    job = cluster.start(ranks, "support/worker.py", spec(directory, *verbs, traps=[trap], keep_last=1), env=SMALL)
+    job = begin(cluster, directory, *verbs, traps=[trap], keep_last=1, ranks=ranks)
     crashed = job.wait()
     assert any(job.out.glob("sprung*")) and not crashed.of("end"), crashed.log
     foreign = [directory / f"step-{step:08d}" / "foreign" for step in (2, 4)]
@@ -153,13 +171,13 @@ def test_a_crash_while_it_drains_costs_no_checkpoint_in_memory_nor_in_the_direct
             kept.rename(directory)
             cluster.wipe(*range(ranks // per_node))
         expected = {in_directory} if is_lost or wiped else {newest, newest + case.busy}
-        again = spec(directory, ["save"], ["drain"], ["save", 2], keep_last=1)
-        result = cluster.run(ranks, "support/worker.py", again, env=SMALL)
-        found = {(r["step"], str(r["wrong"])) for r in result.of("restored")}
-        assert len(found) == 1 and found <= {(step, "[]") for step in expected}, crashed.log + result.log
+        again = [["save"], ["drain"], ["save", 2]]
+        result = follow(cluster, directory, *again, ranks=ranks, keep_last=1)
+        newest_here = restored(result)
+        assert len(newest_here) == 1 and newest_here <= {(step, "[]") for step in expected}, crashed.log + result.log
         assert len(result.of("end")) == ranks and [r["error"] for r in result.of("drain")] == [""] * ranks, result.log
         # The next drain worked, and the one at the end; nothing else of this job is left, and all that others wrote.
-        step = found.pop()[0] + 3
+        step = newest_here.pop()[0] + 3
         left = {name for name in files_in(directory) if not name.endswith("/foreign")}
         assert left == files_of(step, ranks) | before.keys(), result.log
         assert {name: (directory / name).read_bytes() for name in before} == before
@@ -171,14 +189,12 @@ def test_a_crash_while_it_drains_costs_no_checkpoint_in_memory_nor_in_the_direct
     ("point", "dies", "who"),
     [("drain.dealt", "trainer", 1), ("drain.committing", "courier", 0), ("drain.uncommitted", "trainer", 0)],
 )
-def test_a_trainer_or_a_courier_that_dies_alone_while_it_drains_costs_no_checkpoint(
-    shm: Path, point: str, dies: str, who: int
-) -> None:
+def test_one_death_while_it_drains_costs_no_checkpoint(shm: Path, point: str, dies: str, who: int) -> None:
     cluster, directory = Cluster(shm), shm / "pfs"
     keep = 1 if point == "drain.uncommitted" else 2
     trap = {"path": ["drain.ended", point], "action": dies, "rank": who}
-    verbs: list[list[object]] = [["save", 2], ["drain"], ["save", 2], ["drain"], ["save", 4], ["drain"]]
-    job = cluster.start(2, "support/worker.py", spec(directory, *verbs, traps=[trap], keep_last=keep), env=SMALL)
+    verbs = [["save", 2], ["drain"], ["save", 2], ["drain"], ["save", 4], ["drain"]]
+    job = begin(cluster, directory, *verbs, traps=[trap], keep_last=keep)
     first = job.wait()
     assert any(job.out.glob("sprung*")), first.log
     newest = max(record["step"] for record in first.of("committed"))
@@ -189,29 +205,27 @@ def test_a_trainer_or_a_courier_that_dies_alone_while_it_drains_costs_no_checkpo
     else:
         is_late = list(POINTS).index(point) >= list(POINTS).index("drain.committed")
         assert newest == 4 and max(committed_in(directory)) in ((4,) if is_late else (2, 4)), first.log
-    result = cluster.run(2, "support/worker.py", spec(directory, ["save"], ["drain"], keep_last=keep), env=SMALL)
+    result = follow(cluster, directory, ["save"], ["drain"], keep_last=keep)
     assert restored(result) == {(newest, "[]")}, first.log + result.log
     assert [record["error"] for record in result.of("drain")] == ["", ""], result.log
     kept = sorted(committed_in(directory))
     assert len(kept) == keep and files_in(directory) == set[str]().union(*(files_of(step, 2) for step in kept))
     lose_memory(cluster)
-    again = cluster.run(2, "support/worker.py", spec(directory, ["check", *kept]), env=SMALL)
+    again = follow(cluster, directory, ["check", *kept])
     assert restored(again) == {(newest + 1, "[]")}, again.log
     assert {str(record["wrong"]) for record in again.of("checked")} == {"[]"}, again.log
 
 
 @pytest.mark.parametrize("call", ["create", "write"])
-def test_a_job_killed_before_its_drain_wrote_a_byte_leaves_no_file_for_long(
-    shm: Path, faulty: Faulty, call: str
-) -> None:
+def test_a_job_killed_before_its_drain_leaves_no_file(shm: Path, faulty: Faulty, call: str) -> None:
     cluster, directory = Cluster(shm), faulty.directory
     verbs = [["save"], ["drain"], ["save"], ["rules", f"* {call} hold 0 rank"], ["begin_drain"], ["save", 1000, 0.01]]
-    job = cluster.start(2, "support/worker.py", spec(directory, *verbs), env=faulty.env)
+    job = begin(cluster, faulty, *verbs)
     job.wait_for("committed", 30)
     job.kill()
     assert (directory / "step-00000002").exists() and committed_in(directory) == {1}
     assert len(files_in(directory) - files_of(1, 2)) == (0 if call == "create" else 2), "it got further"
-    result = cluster.run(2, "support/worker.py", spec(directory, ["save"], ["drain"]), env=SMALL)
+    result = follow(cluster, directory, ["save"], ["drain"])
     step = result.of("drain")[0]["step"]
     assert files_in(directory) == files_of(1, 2) | files_of(step, 2), result.log
     # Nothing in an empty folder says whose it is: it stays, until this step is drained.
@@ -219,19 +233,6 @@ def test_a_job_killed_before_its_drain_wrote_a_byte_leaves_no_file_for_long(
 
 
 # File systems that fail
-
-
-class Faulty:
-    """A directory on a file system that fails as it is told."""
-
-    def __init__(self, library: Path, directory: Path, rules: Path):
-        self.directory = directory
-        self.env = {**SMALL, "LD_PRELOAD": str(library), "FAULTY_ROOT": str(directory), "FAULTY_RULES": str(rules)}
-
-
-@pytest.fixture
-def faulty(faulty_files: Path, shm: Path) -> Faulty:
-    return Faulty(faulty_files, shm / "pfs", shm / "rules")
 
 
 IO, DENIED, FULL, READ_ONLY = (
@@ -283,16 +284,15 @@ def check_error(result: Result, drain: dict[str, Any], wanted: list[str]) -> Non
 @pytest.fixture(scope="module")
 def failed(faulty_files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
     """A job whose file system failed in one way after the other, twice each; and the directory."""
-    root = Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
-    faulty = Faulty(faulty_files, tmp_path_factory.mktemp("failed") / "pfs", root / "rules")
-    verbs: list[list[object]] = [["save", 2], ["drain"]]
+    folder = tmp_path_factory.mktemp("failed")
+    faulty = Faulty(faulty_files, folder / "pfs", folder / "rules")
+    verbs: list[Any] = [["save", 2], ["drain"]]
     for fault, (rules, _, _) in FAULTS.items():
         verbs += [["save"], ["rules", rules], ["drain"], ["save", 2], ["drain"], ["rules", ""], ["look", fault]]
         verbs += [["save"], ["drain"]]
     verbs.append(["check", *range(2, 3 + 4 * len(FAULTS), 4)])
-    result = Cluster(root).run(2, "support/worker.py", spec(faulty.directory, *verbs), env=faulty.env)
-    shutil.rmtree(root)
-    return result, faulty.directory
+    with own_memory() as root:
+        return follow(Cluster(root), faulty, *verbs), faulty.directory
 
 
 @pytest.mark.parametrize("number", range(len(FAULTS)), ids=list(FAULTS))
@@ -321,16 +321,16 @@ def test_a_full_file_system_costs_that_drain_only(
 ) -> None:
     directory = small_memory(8 * MIB)
     filler = directory / "filler"
-    verbs: list[list[object]] = [
+    verbs = [
         ["save", 2], ["drain"], ["save"],
         # Room for the file of one rank and a part of the other.
         ["run", f"fallocate -l $(( $(stat -f -c '%a * %S' {directory}) - 600000 )) {filler}"],
         ["drain"], ["save"], ["look", "during"], ["run", f"rm {filler}"], ["drain"], ["check", 2, 4],
     ]  # fmt: skip
-    result = Cluster(shm).run(2, "support/worker.py", spec(directory, *verbs, nbytes=400_000), env=SMALL)
+    result = follow(Cluster(shm), directory, *verbs, nbytes=400_000)
     check_failed_drains(result, [[], [FULL, "rank ", str(directory), "step 3"], []])
     assert set(result.of("during")[0]["files"]) == files_of(2, 2) | {"filler"}
-    assert {(r["step"], str(r["wrong"])) for r in result.of("checked")} == {(2, "[]"), (4, "[]")}, result.log
+    assert checked(result) == {(2, "[]"), (4, "[]")}, result.log
     assert files_in(directory) == files_of(2, 2) | files_of(4, 2)
 
 
@@ -339,18 +339,18 @@ def test_a_directory_that_disappears_never_gets_half_a_checkpoint(
     shm: Path, faulty: Faulty, point: str, rank: int
 ) -> None:
     directory, away = faulty.directory, f"{faulty.directory}.away"
-    verbs: list[list[object]] = [
+    verbs = [
         ["save", 2], ["drain"], ["save"], ["drain"], ["save"], ["look", "during"],
         ["run", f"rm -rf {directory} && mv {away} {directory}"], ["save"], ["drain"], ["check", 2, 5],
     ]  # fmt: skip
     trap = {"path": ["drain.ended", point], "action": "vanish", "rank": rank}
     cluster = Cluster(shm)
-    result = cluster.run(2, "support/worker.py", spec(directory, *verbs, traps=[trap]), env=faulty.env)
+    result = follow(cluster, faulty, *verbs, traps=[trap])
     assert result.of("during")[0]["files"] == [], "half a checkpoint is where the directory was"
     check_failed_drains(result, [[], [str(directory)], []])
-    assert {(r["step"], str(r["wrong"])) for r in result.of("checked")} == {(2, "[]"), (5, "[]")}, result.log
+    assert checked(result) == {(2, "[]"), (5, "[]")}, result.log
     lose_memory(cluster)
-    again = cluster.run(2, "support/worker.py", spec(directory, ["save"], ["drain"]), env=SMALL)
+    again = follow(cluster, directory, ["save"], ["drain"])
     assert restored(again) == {(5, "[]")}, again.log
     assert files_in(directory) == files_of(2, 2) | files_of(5, 2) | files_of(6, 2), "the next run cleans up"
 
@@ -358,37 +358,35 @@ def test_a_directory_that_disappears_never_gets_half_a_checkpoint(
 def test_what_could_not_be_deleted_is_deleted_by_the_next_run(shm: Path, faulty: Faulty) -> None:
     cluster, directory = Cluster(shm), faulty.directory
     # Of the drain that fails both ranks' files are there, one of them under its temporary name.
-    verbs: list[list[object]] = [
+    verbs = [
         ["save", 2], ["drain"], ["save"], ["rules", r"1 rename 30 0 *\n* unlink 30 0 *"], ["drain"], ["look", "during"],
         ["save"], ["rules", ""], ["drain"],
     ]  # fmt: skip
-    result = cluster.run(2, "support/worker.py", spec(directory, *verbs), env=faulty.env)
+    result = follow(cluster, faulty, *verbs)
     check_failed_drains(result, [[], [READ_ONLY, "rank 1", "step 3"], []])
     left = set(result.of("during")[0]["files"]) - files_of(2, 2)
     assert sorted(name.split("/")[1][:11] for name in left) == [".rank-00001", "rank-00000."]
     assert "what was drained of step 3 could not be deleted" in result.log
     lose_memory(cluster)
-    result = cluster.run(2, "support/worker.py", spec(directory, ["save"], ["drain"]), env=SMALL)
+    result = follow(cluster, directory, ["save"], ["drain"])
     assert restored(result) == {(4, "[]")}, result.log
     assert files_in(directory) == files_of(2, 2) | files_of(4, 2) | files_of(5, 2), result.log
 
 
-def test_an_older_checkpoint_that_cannot_be_deleted_stays_or_goes_whole_and_goes_later(
-    shm: Path, faulty: Faulty
-) -> None:
+def test_an_undeletable_checkpoint_stays_whole_and_goes_later(shm: Path, faulty: Faulty) -> None:
     cluster, directory = Cluster(shm), faulty.directory
-    verbs: list[list[object]] = [
+    verbs = [
         ["save"], ["drain"], ["save"], ["rules", "* unlink 5 0 step"], ["drain"], ["look", "kept"],
         ["rules", "* unlink 5 0 rank"], ["save"], ["drain"], ["look", "half"], ["rules", ""], ["check", 3],
     ]  # fmt: skip
-    result = cluster.run(2, "support/worker.py", spec(directory, *verbs, keep_last=1), env=faulty.env)
+    result = follow(cluster, faulty, *verbs, keep_last=1)
     assert [r["error"] for r in result.of("drain")] == [""] * 6, "the new checkpoint is there"
     assert result.log.count("older checkpoints could not be deleted: [Errno 5]") == 2, result.log
     assert set(result.of("kept")[0]["files"]) == files_of(1, 2) | files_of(2, 2)
     assert files_of(3, 2) <= set(result.of("half")[0]["files"])
-    assert {(r["step"], str(r["wrong"])) for r in result.of("checked")} == {(3, "[]")}
+    assert checked(result) == {(3, "[]")}
     lose_memory(cluster)
-    result = cluster.run(2, "support/worker.py", spec(directory, ["save"], ["drain"], keep_last=1), env=SMALL)
+    result = follow(cluster, directory, ["save"], ["drain"], keep_last=1)
     assert restored(result) == {(3, "[]")}, result.log
     assert files_in(directory) == files_of(4, 2), result.log
 
@@ -397,23 +395,23 @@ def test_an_older_checkpoint_that_cannot_be_deleted_stays_or_goes_whole_and_goes
 
 
 def test_a_slow_file_system_holds_up_no_save_and_gets_the_bits_of_its_step(shm: Path, faulty: Faulty) -> None:
-    verbs: list[list[object]] = [
+    verbs = [
         ["save", 2], ["drain"], ["save", 100], ["rules", "* write hold 0 *"], ["begin_drain"],
         ["save", 30], ["look", "during"], ["rules", ""], ["end_drain"], ["check", 2, 102],
     ]  # fmt: skip
-    result = Cluster(shm).run(2, "support/worker.py", spec(faulty.directory, *verbs), env=faulty.env)
+    result = follow(Cluster(shm), faulty, *verbs)
     assert [(r["step"], r["error"]) for r in result.of("drain")] == [(2, ""), (102, "")] * 2, result.log
-    assert {(r["step"], str(r["wrong"])) for r in result.of("checked")} == {(2, "[]"), (102, "[]")}, result.log
+    assert checked(result) == {(2, "[]"), (102, "[]")}, result.log
     # Until they were committed no write came to its end: whatever waits for one would have waited for ever.
     assert len(result.of("committed")) == 2 * (2 + 100 + 30), "saves waited for the drain"
     assert "step-00000102/checkpoint.h5" not in result.of("during")[0]["files"], "nothing was held up"
 
 
 @pytest.mark.parametrize("verbs", [[["save"]], [["save"], ["wait_drained"], ["look", "then"]]], ids=["close", "wait"])
-def test_a_drain_that_begins_a_little_after_its_commit_is_waited_for(shm: Path, verbs: list[list[object]]) -> None:
+def test_a_drain_that_begins_a_little_after_its_commit_is_waited_for(shm: Path, verbs: list[Any]) -> None:
     directory = shm / "pfs"
     traps = [{"path": ["commit.seen"], "action": "pause", "rank": rank} for rank in range(2)]
-    result = Cluster(shm).run(2, "support/worker.py", spec(directory, *verbs, traps=traps, drain_every=1), env=SMALL)
+    result = follow(Cluster(shm), directory, *verbs, traps=traps, drain_every=1)
     assert result.returncode == 0 and {r["error"] for r in result.of("end")} == {""}, result.log
     assert files_in(directory) == files_of(1, 2), result.log
     for r in result.of("then"):
@@ -421,11 +419,11 @@ def test_a_drain_that_begins_a_little_after_its_commit_is_waited_for(shm: Path, 
 
 
 def test_drains_that_come_due_while_one_is_slow_are_put_off_and_counted(shm: Path, faulty: Faulty) -> None:
-    verbs: list[list[object]] = [
+    verbs = [
         ["save"], ["drain"], ["rules", "* write hold 0 *"], ["save", 20], ["look", "during"], ["rules", ""],
         ["wait_drained"], ["look", "then"],
     ]  # fmt: skip
-    result = Cluster(shm).run(2, "support/worker.py", spec(faulty.directory, *verbs, drain_every=1), env=faulty.env)
+    result = follow(Cluster(shm), faulty, *verbs, drain_every=1)
     assert set(result.of("then")[0]["files"]) == files_of(1, 2) | files_of(2, 2)
     assert "step-00000002/checkpoint.h5" not in result.of("during")[0]["files"], "nothing was held up"
     # The one at the end came as well: what was committed last.
@@ -437,21 +435,18 @@ def test_drains_that_come_due_while_one_is_slow_are_put_off_and_counted(shm: Pat
 
 
 @pytest.mark.parametrize("drain_every", [0, 1000])
-def test_state_that_grows_while_a_slow_drain_goes_on_leaves_the_drained_slot_alone(
-    shm: Path, faulty: Faulty, drain_every: int
-) -> None:
-    verbs: list[list[object]] = [
+def test_state_that_grows_leaves_the_drained_slot_alone(shm: Path, faulty: Faulty, drain_every: int) -> None:
+    verbs = [
         ["save", 2], ["rules", "* write hold 0 *"], ["begin_drain"], ["save"], ["grow"], ["save", 5], ["end_drain"],
         ["drain"], ["check", 2, 8],
     ]  # fmt: skip
-    told = spec(faulty.directory, *verbs, drain_every=drain_every)
-    job = Cluster(shm).start(2, "support/worker.py", told, env=faulty.env)
+    job = begin(Cluster(shm), faulty, *verbs, drain_every=drain_every)
     # Without a slot more the save of step 4 waits for the drain; with one, none does.
     job.wait_for("committed", 2 * (8 if drain_every else 3))
     Path(faulty.env["FAULTY_RULES"]).write_text("\n")
     result = job.wait()
     assert [(r["step"], r["error"]) for r in result.of("drain")] == [(2, ""), (8, "")] * 2, result.log
-    assert {(r["step"], str(r["wrong"])) for r in result.of("checked")} == {(2, "[]"), (8, "[]")}, result.log
+    assert checked(result) == {(2, "[]"), (8, "[]")}, result.log
     assert not result.of("failed") and len(result.of("committed")) == 16, result.log
 
 
@@ -459,11 +454,11 @@ def test_state_that_grows_while_a_slow_drain_goes_on_leaves_the_drained_slot_alo
 def test_a_file_system_that_hangs_costs_the_drain_and_ends_every_wait(shm: Path, faulty: Faulty, call: str) -> None:
     cluster, directory = Cluster(shm), faulty.directory
     rank = 0 if call == "list" else 1
-    verbs: list[list[object]] = [
+    verbs = [
         ["save", 2], ["drain"], ["save"], ["rules", f"{rank} {call} hold 0 *"], ["hurry", 3],
         ["begin_drain"], ["save", 3], ["wait_drained", 0.5], ["wait_drained"], ["save", 2],
     ]  # fmt: skip
-    result = cluster.run(2, "support/worker.py", spec(directory, *verbs), env=faulty.env)
+    result = follow(cluster, faulty, *verbs)
     assert len(result.of("committed")) == 2 * 8 and not result.of("failed"), result.log
     waited = result.of("waited")
     for r in waited:
@@ -473,7 +468,7 @@ def test_a_file_system_that_hangs_costs_the_drain_and_ends_every_wait(shm: Path,
     assert len(result.of("end")) == 2, "what waits for the file system would wait for ever"
     assert all("DeadlineExceeded" in r["error"] and "step 3" in r["error"] for r in result.of("end")), result.log
     assert committed_in(directory) == {2}
-    result = cluster.run(2, "support/worker.py", spec(directory, ["save"], ["drain"], ["check", 2, 9]), env=SMALL)
+    result = follow(cluster, directory, ["save"], ["drain"], ["check", 2, 9])
     assert restored(result) == {(8, "[]")}, result.log
     assert files_in(directory) == files_of(2, 2) | files_of(9, 2), result.log
 
@@ -484,19 +479,11 @@ def test_a_file_system_that_hangs_costs_the_drain_and_ends_every_wait(shm: Path,
 @pytest.fixture(scope="module")
 def drained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with steps 2 and 4 of two ranks."""
-    root = Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
     directory = tmp_path_factory.mktemp("drained")
-    verbs: list[list[object]] = [["save", 2], ["drain"], ["save", 2], ["drain"]]
-    result = Cluster(root).run(2, "support/worker.py", spec(directory, *verbs), env=SMALL)
-    shutil.rmtree(root)
+    with own_memory() as root:
+        result = follow(Cluster(root), directory, ["save", 2], ["drain"], ["save", 2], ["drain"])
     assert files_in(directory) == files_of(2, 2) | files_of(4, 2), result.log
     return directory
-
-
-def flip(path: Path, at: int) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[at] ^= 1
-    path.write_bytes(raw)
 
 
 def card_of(path: Path) -> index.Card:
@@ -508,17 +495,16 @@ def flip_in(folder: Path, name: str, at: int, only: str = "") -> None:
     for path in sorted(folder.glob(f"rank-*{only}.h5")):
         card = card_of(path)
         raw = path.read_bytes()[card.index_start :][: card.index_nbytes]
-        its = index.decode_index(raw, path.name, card.file_nbytes)
-        for entry, place in its.pieces:
+        for entry, place in index.decode_index(raw, path.name, card.file_nbytes).pieces:
             if entry.name == name and place.nbytes > at:
                 flip(path, place.start + at)
                 return
     raise AssertionError(f"{name} is nowhere")
 
 
-def exchange(one: Path, other: Path) -> None:
-    one.rename(aside := one.with_name("aside"))
-    other.rename(one)
+def exchange(path: Path, other: Path) -> None:
+    path.rename(aside := path.with_name("aside"))
+    other.rename(path)
     aside.rename(other)
 
 
@@ -546,37 +532,31 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {  # the file that is
 @pytest.fixture(scope="module")
 def of_damaged(drained: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     """A job that restored from directories whose newest checkpoint was damaged, each in its way."""
-    top, root = tmp_path_factory.mktemp("damaged"), Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
+    top = tmp_path_factory.mktemp("damaged")
     directories = [str(top / name.replace(" ", "-")) for name in DAMAGES]
     for directory, (_, do) in zip(directories, DAMAGES.values(), strict=True):
         shutil.copytree(drained, directory)
         do(Path(directory, "step-00000004"))
-    verbs: list[list[object]] = [["restore_from", *directories]]
-    result = Cluster(root).run(2, "support/worker.py", spec(root / "pfs", *verbs), env=SMALL)
-    shutil.rmtree(root)
-    return result
+    with own_memory() as root:
+        return follow(Cluster(root), root / "pfs", ["restore_from", *directories])
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_the_older_one_restored(of_damaged: Result, damage: str) -> None:
     place = "/" + damage.replace(" ", "-")
-    found = {(r["step"], str(r["wrong"])) for r in of_damaged.of("restored from") if r["source"].endswith(place)}
-    assert found == {(2, "[]")}, of_damaged.log
+    records = [r for r in of_damaged.of("restored from") if r["source"].endswith(place)]
+    assert {(r["step"], str(r["wrong"])) for r in records} == {(2, "[]")}, of_damaged.log
     assert f"{place}/step-00000004/{DAMAGES[damage][0]}" in of_damaged.log
 
 
-@pytest.mark.parametrize(
-    ("rules", "name"),
-    [
-        ("0 open 13 0 step-00000004/checkpoint", MASTER),
-        ("1 read 5 1000 step-00000004/rank-00001", "rank-00001.h5"),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_read_is_named_and_the_older_one_restored(
+@pytest.mark.parametrize(("rules", "name"), [
+    ("0 open 13 0 step-00000004/checkpoint", MASTER), ("1 read 5 1000 step-00000004/rank-00001", "rank-00001.h5"),
+])  # fmt: skip
+def test_an_unreadable_checkpoint_gives_the_older_one(
     shm: Path, drained: Path, faulty: Faulty, rules: str, name: str
 ) -> None:
     shutil.copytree(drained, faulty.directory)
     Path(faulty.env["FAULTY_RULES"]).write_text(rules + "\n")
-    result = Cluster(shm).run(2, "support/worker.py", spec(faulty.directory), env=faulty.env)
+    result = follow(Cluster(shm), faulty)
     assert restored(result) == {(2, "[]")} and len(result.of("end")) == 2, result.log
     assert f"step-00000004/{name}" in result.log

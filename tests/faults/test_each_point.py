@@ -18,19 +18,18 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forked_trainers import Trainers
-from harness import UID
+from harness import UID, read_records, remove_segments, segments
 from on_node import settings_of
-from processes import free_port, runs
+from processes import free_port, runs, send, with_variable
 from waiting import until
 
 from mlflash.crash_points import POINTS
-from mlflash.launch import courier_mpi
 
 pytestmark = pytest.mark.gate
 
@@ -145,9 +144,7 @@ def by_turns(saving: Sequence[Kill], restoring: Sequence[Kill]) -> list[Kill]:
 
 
 class Chain:
-    """Launches one after the other on the same memory.
-
-    Close it.
+    """Launches one after the other on the same memory. Close it.
 
     Args:
         root: a directory of a memory file system, of its own.
@@ -159,7 +156,7 @@ class Chain:
     def __init__(self, root: Path, scheme: str, imported: Sequence[str] = (), is_lazy: bool = False):
         self._root, self._directory = root, root / "directory"
         self._scheme, self._is_lazy, self._ranks = scheme, is_lazy, RANKS[scheme]
-        self._segments = _segments()
+        self._segments = segments()
         self._trainers = Trainers([*IMPORTED, *imported], root / "log", SMALL)
         self._launch, self._before = 0, "nothing"
         self._promised, self._drained = NOTHING, NOTHING
@@ -169,7 +166,7 @@ class Chain:
         """End whatever still runs."""
         self._trainers.close()
         _kill(_started_in(self._root))
-        courier_mpi.remove_unmapped(_segments() - self._segments)
+        remove_segments(self._segments)
 
     def kill(self, kill: Kill) -> None:
         """Check what the last kill has left, and kill the next launch; where something is wrong, note it."""
@@ -190,7 +187,7 @@ class Chain:
         finally:
             self._trainers.end(pids)
         self._check_restored(out, self._ranks)
-        assert len(_noted(out, "end")) == self._ranks, _log(out)
+        assert len(read_records(out, "end")) == self._ranks, _log(out)
         self._promised = (self._promised[0] + 1, self._launch)
         self._before = "an end"
 
@@ -219,7 +216,7 @@ class Chain:
         self._check_restored(out, ranks if kill.verbs else 0)
         passed = out / f"passed-{kill.rank}-{len(traps) - 1}"
         assert passed.exists() and passed.stat().st_size == len(path), f"it did not come so far: {_log(out)}"
-        assert len(_noted(out, "end")) < ranks, "it was over"
+        assert len(read_records(out, "end")) < ranks, "it was over"
         # Of two saves in a row the first is killed.
         new = before[0] + kill.verbs.count(SAVE[0]) + kill.verbs.count(SAVE_TWO), self._launch
         old = new[0] - 1, self._launch
@@ -256,12 +253,11 @@ class Chain:
 
     def _check_restored(self, out: Path, least: int) -> None:
         """Compare what ranks have restored with what was promised; so many of them have to have come so far."""
-        records = _noted(out, "restored")
-        found = {(record["step"] or 0, record["launch"], str(record["wrong"])) for record in records}
+        records = read_records(out, "restored")
+        restored = {(record["step"] or 0, record["launch"], str(record["wrong"])) for record in records}
         assert len(records) >= least, f"{len(records)} ranks have restored: {_log(out)}"
-        assert found <= {(*self._promised, "[]")}, (
-            f"expected step {self._promised[0]} of launch {self._promised[1]}, found {found}: {_log(out)}"
-        )
+        step, launch = self._promised
+        assert restored <= {(step, launch, "[]")}, f"expected step {step} of launch {launch}: {restored}: {_log(out)}"
 
     def _wipe(self, *folders: Path) -> None:
         for folder in folders:
@@ -272,16 +268,6 @@ class Chain:
         _kill(_started_in(self._root))
         self._wipe(self._directory, *self._root.glob("node*"))
         self._promised, self._drained, self._before = NOTHING, NOTHING, "nothing"
-
-
-def _noted(out: Path, event: str) -> list[dict[str, Any]]:
-    """The records of an event in a launch."""
-    lines = [line for path in out.glob("rank*.jsonl") for line in path.read_text().splitlines()]
-    records = []
-    for line in lines:
-        with contextlib.suppress(ValueError):  # a rank died while it wrote
-            records.append(json.loads(line))
-    return [record for record in records if record["event"] == event]
 
 
 def _log(out: Path) -> str:
@@ -299,38 +285,22 @@ def _state(out: Path, trainers: Sequence[int]) -> str:
     return "\n".join([_log(out), *noted, *stacks])
 
 
-def _started_in(root: Path) -> list[int]:
+def _started_in(root: Path) -> set[int]:
     """Agents and couriers whose records are below a directory; a forked trainer has the environment of its parent."""
-    mark, pids = f"OUT={root}".encode(), []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            if any(word.startswith(mark) for word in environ.read_bytes().split(b"\0")):
-                pids.append(int(environ.parent.name))
-    return pids
+    return with_variable(f"\0OUT={root}")
 
 
-def _kill(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+def _kill(pids: set[int]) -> None:
+    send(signal.SIGKILL, pids)
     until(lambda: not any(map(runs, pids)), "the end of what was killed")
 
 
-def _segments() -> set[str]:
-    """Shared memory of MPI."""
-    return {path.name for path in Path("/dev/shm").iterdir() if courier_mpi.is_segment(path.name)}
-
-
-@pytest.fixture
-def chains(shm: Path) -> Iterator[Callable[..., Chain]]:
-    with contextlib.ExitStack() as closing:
-
-        def begin(scheme: str, *given: Any) -> Chain:
-            chain = Chain(shm, scheme, *given)
-            closing.callback(chain.close)
-            return chain
-
-        yield begin
+def run(kills: Sequence[Kill], *chained: Any) -> None:
+    with contextlib.closing(Chain(*chained)) as chain:
+        for kill in kills:
+            chain.kill(kill)
+        chain.end()
+    assert not chain.failed, "\n\n".join(chain.failed)
 
 
 CHAINS = {
@@ -346,30 +316,16 @@ LAZY = [Kill("lazy.piece", dies, OLD, before=("commit.released",), verbs=SAVE * 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CHAINS)
-def test_each_launch_restores_exactly_what_the_kill_before_it_has_left(chains: Callable[..., Chain], name: str) -> None:
+def test_each_launch_restores_exactly_what_the_kill_before_it_has_left(shm: Path, name: str) -> None:
     scheme, kills = CHAINS[name]
-    chain = chains(scheme)
-    for kill in kills:
-        chain.kill(kill)
-    chain.end()
-    assert not chain.failed, "\n\n".join(chain.failed)
+    run(kills, shm, scheme)
 
 
-def test_a_kill_while_a_state_is_copied_behind_save_leaves_the_step_before(chains: Callable[..., Chain]) -> None:
-    chain = chains("copy", ["torch", "torch._dynamo"], True)  # what a step of an optimizer imports
-    for kill in LAZY:
-        chain.kill(kill)
-    chain.end()
-    assert not chain.failed, "\n\n".join(chain.failed)
+def test_a_kill_while_a_state_is_copied_behind_save_leaves_the_step_before(shm: Path) -> None:
+    run(LAZY, shm, "copy", ["torch", "torch._dynamo"], True)  # what a step of an optimizer imports
 
 
-ELSEWHERE = {
-    **{point: "keep_alive, where ranks are lost that others outlive: tests/cluster/test_keep_alive.py kills there"
-       for point in POINTS if point.startswith("round.")},
-}  # fmt: skip
-"""Points where no chain is killed, and why."""
-
-
-def test_each_point_is_killed_in_a_chain_or_there_is_a_reason() -> None:
+def test_each_point_is_killed_in_a_chain() -> None:
+    """But for keep_alive, where ranks are lost that others outlive: tests/cluster/test_keep_alive.py kills there."""
     killed = {kill.point for _, kills in CHAINS.values() for kill in [*kills, *LAZY]}
-    assert killed | ELSEWHERE.keys() == POINTS.keys() and not killed & ELSEWHERE.keys()
+    assert killed == {point for point in POINTS if not point.startswith("round.")}

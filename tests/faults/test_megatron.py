@@ -68,7 +68,7 @@ def test_pretrain_with_one_line_more_goes_on_where_it_was(
 
 
 @pytest.mark.timeout(600)
-def test_megatron_alone_goes_on_from_what_came_to_its_directory_behind_training(
+def test_megatron_alone_goes_on_from_its_drained_directory(
     shm: Path, uninterrupted: dict[tuple[int, int], tuple[float, float]]
 ) -> None:
     """EasyCkpt's lines, and what they write to storage is Megatron's own."""
@@ -86,7 +86,7 @@ def test_megatron_alone_goes_on_from_what_came_to_its_directory_behind_training(
 
 
 @pytest.mark.timeout(600)
-def test_pretrain_switched_off_goes_on_from_what_megatron_itself_has_written(
+def test_switched_off_it_goes_on_from_what_megatron_wrote(
     shm: Path, uninterrupted: dict[tuple[int, int], tuple[float, float]]
 ) -> None:
     cluster, path, env = Cluster(shm, 2), str(shm / "pfs"), {"MLFLASH_DISABLE": "1"}
@@ -102,7 +102,7 @@ def test_pretrain_switched_off_goes_on_from_what_megatron_itself_has_written(
 
 
 @pytest.mark.timeout(600)
-def test_the_last_iteration_is_on_disk_or_a_line_says_that_it_is_in_memory_only(
+def test_the_last_iteration_is_on_disk_or_a_line_tells(
     shm: Path, uninterrupted: dict[tuple[int, int], tuple[float, float]]
 ) -> None:
     """At --exit-interval Megatron takes a local checkpoint for the last one: Megatron-Bridge#5922."""
@@ -129,7 +129,7 @@ def test_megatron_bridge_goes_on_from_memory_with_the_same_bits(shm: Path) -> No
     found = losses(again)
     assert {step for _, step in found} == {4, 5, LAST}, again.log
     assert {key: found[key] for key in found if key[1] < LAST} == {
-        key: one for key, one in losses(killed).items() if key[1] > 3
+        key: loss for key, loss in losses(killed).items() if key[1] > 3
     }
     assert not [*(shm / "bridge").glob("iter_*")], "it was in memory only"
     assert again.log.count(f"iteration {LAST} is in memory only") == 1, again.log

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from damage import flip
 from harness import SUPPORT, Cluster, assert_restored, train_and_die
+from processes import ran
 from waiting import PATIENCE_S
 
 from mlflash.run.processes import mpiexec
@@ -36,9 +37,7 @@ def command(cluster: Cluster, *arguments: object, ranks: int = 0, per_node: int 
         line, env = mpiexec(ranks, [sys.executable, str(SUPPORT / "on_node.py"), *line], env)
     else:
         env["MLFLASH_NODE"] = "node0"
-    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-                          stdin=subprocess.DEVNULL)  # fmt: skip
-    assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    done = ran(*line, env=env, code=code)
     return done.stdout + (done.stderr if code else "")
 
 
@@ -52,15 +51,12 @@ def wipe_all(cluster: Cluster) -> None:
         shutil.rmtree(memory)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "per_node", "scheme", "alike", "lost", "processes", "per"),
-    [
-        pytest.param(2, 2, "copy", False, [1], 1, 1, id="one process for four ranks"),
-        pytest.param(4, 1, "xor:4", True, [2], 3, 1, id="parity and shared state"),
-        pytest.param(4, 1, "rs:2+2", False, [0, 3], 4, 2, id="two nodes lost, two processes on each other one"),
-    ],
-)
-def test_what_is_scavenged_from_the_nodes_that_are_left_comes_back_bit_for_bit(
+@pytest.mark.parametrize(("nodes", "per_node", "scheme", "alike", "lost", "processes", "per"), [
+    pytest.param(2, 2, "copy", False, [1], 1, 1, id="one process for four ranks"),
+    pytest.param(4, 1, "xor:4", True, [2], 3, 1, id="parity and shared state"),
+    pytest.param(4, 1, "rs:2+2", False, [0, 3], 4, 2, id="two nodes lost, two processes on each other one"),
+])  # fmt: skip
+def test_what_is_scavenged_comes_back_bit_for_bit(
     shm: Path, directory: Path, nodes: int, per_node: int, scheme: str, alike: bool, lost: list[int], processes: int,
     per: int
 ) -> None:  # fmt: skip
@@ -121,9 +117,7 @@ def test_a_slot_that_is_damaged_is_not_drained(shm: Path, directory: Path) -> No
     cluster = Cluster(shm)
     train_and_die(cluster, 2, 3, options={"redundancy": "none"})
     for path in cluster.slot_files():
-        with path.open("r+b") as file:
-            file.seek(200_000)
-            file.write(b"?")
+        flip(path, 200_000)
     assert "step 3 in memory is damaged" in command(cluster, "scavenge", directory, ranks=2, code=1)
     assert not directory.exists() or not list(directory.rglob("*.distcp"))
     assert [len(node["damaged"]) for node in document(cluster, "verify", ranks=2, code=1)["memory"]] == [2, 2]
@@ -145,7 +139,7 @@ def test_after_a_reprotection_any_other_node_may_be_lost(shm: Path) -> None:
     assert_restored(cluster.train(3, last=4, **spec), 3, 3)
 
 
-def test_a_reprotection_by_another_number_of_processes_says_how_many_it_takes(shm: Path) -> None:
+def test_a_reprotection_says_how_many_processes_it_takes(shm: Path) -> None:
     cluster = Cluster(shm, ranks_per_node=2)
     train_and_die(cluster, 4, 2)
     cluster.wipe(1)
@@ -156,9 +150,8 @@ def test_a_reprotection_by_another_number_of_processes_says_how_many_it_takes(sh
 
 def test_a_job_that_is_alive_is_looked_at_asked_and_not_scavenged(shm: Path, directory: Path) -> None:
     cluster = Cluster(shm, ranks_per_node=2)
-    spec = {"program": "keep_saving", "last": 5, "busy_until": "enough", "pause": 0.01,
-            "options": {"directory": str(directory)}}  # fmt: skip
-    job = cluster.start(4, "support/worker.py", json.dumps(spec))
+    options = {"directory": str(directory)}
+    job = cluster.begin(4, program="keep_saving", last=5, busy_until="enough", pause=0.01, options=options)
     job.wait_for("committed", 40)
     pids = set(job.pids().values())
     files = set(cluster.root.glob("node*/**/*"))
@@ -166,7 +159,7 @@ def test_a_job_that_is_alive_is_looked_at_asked_and_not_scavenged(shm: Path, dir
         found = document(cluster, "status", ranks=2)
         assert found["alive"] and found["well"] and {node["pid"] for node in found["nodes"]} <= pids
         checked = document(cluster, "verify", ranks=2)["memory"]
-        assert [one["damaged"] for one in checked] == [[], []]
+        assert [node["damaged"] for node in checked] == [[], []]
     assert set(cluster.root.glob("node*/**/*")) == files  # looking makes nothing
     document(cluster, "list", ranks=4, per_node=2)
     refused = command(cluster, "scavenge", directory, ranks=2, code=1)
@@ -197,4 +190,4 @@ def test_each_node_says_what_it_has_of_a_step(shm: Path) -> None:
     assert [(shard["rank"], shard["node"]) for shard in alone] == [(0, "node0"), (2, "node0")]  # its own, and a copy
     assert alone[0] == tensor["shards"][0] and alone[1]["statistics"] == tensor["shards"][2]["statistics"]
     private = document(cluster, "inspect", 2, "moments.0", ranks=3)["tensors"]
-    assert [one["shape"] for one in private] == [[1000], [1001], [1002]]
+    assert [tensor["shape"] for tensor in private] == [[1000], [1001], [1002]]

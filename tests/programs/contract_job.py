@@ -35,7 +35,7 @@ Digests = dict[str, str]
 
 def step(trainings: dict[str, Training], number: int) -> Digests:
     found = {name: stepped(name, training, number) for name, training in trainings.items()}
-    return {f"{name}: {path}": value for name, each in found.items() for path, value in each.items()}
+    return {f"{name}: {path}": value for name, values in found.items() for path, value in values.items()}
 
 
 def all_made(kind: str) -> dict[str, Training]:
@@ -84,14 +84,14 @@ def restore(ckpt: Checkpointer, kind: str, file: Path) -> None:
 
 
 def main() -> None:
-    kind, directory, what = sys.argv[1:]
+    kind, directory, task = sys.argv[1:]
     torch.set_num_threads(1)
     if kind != PLAIN:
         init_process_group("gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
     note("start")
     with Checkpointer(job=kind, strict=True, redundancy="none" if kind == PLAIN else "copy") as ckpt:
-        (save if what == "save" else restore)(ckpt, kind, Path(directory, f"computed-{rank}"))
+        (save if task == "save" else restore)(ckpt, kind, Path(directory, f"computed-{rank}"))
     if kind != PLAIN:
         dist.destroy_process_group()
 

@@ -41,13 +41,13 @@ def main() -> None:
         cut.start()
         with contextlib.suppress(RuntimeError, ConnectionError):
             while True:
-                for work in [dist.all_reduce(one, async_op=True) for one in tensors]:
+                for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
                     work.wait()
         cut.join()
         kept_groups.exchange_all(dist.PrefixStore(f"round {number}", store), LONG)
-    one = torch.ones(3)
-    dist.all_reduce(one)
-    assert one.tolist() == [SIZE] * 3
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [SIZE] * 3
     print("well", flush=True)
     os._exit(0)
 

@@ -104,8 +104,8 @@ class Training:
 
     def state(self) -> State:
         weights = [local(weight).detach().clone() for weight in self.model.parameters()]
-        moments = {key: {name: local(value).clone() for name, value in one.items()}
-                   for key, one in self.optimizer.state_dict()["state"].items()}  # fmt: skip
+        moments = {key: {name: local(value).clone() for name, value in entries.items()}
+                   for key, entries in self.optimizer.state_dict()["state"].items()}  # fmt: skip
         return weights, moments
 
     @torch.no_grad()
@@ -113,8 +113,8 @@ class Training:
         weights, moments = state
         for weight, value in zip(self.model.parameters(), weights, strict=True):
             local(weight).copy_(value)
-        for key, one in self.optimizer.state_dict()["state"].items():
-            for name, value in one.items():
+        for key, entries in self.optimizer.state_dict()["state"].items():
+            for name, value in entries.items():
                 local(value).copy_(moments[key][name])
 
 
@@ -122,17 +122,17 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def same(one: State, other: State) -> bool:
-    return all(map(torch.equal, one[0], other[0])) and all(
-        torch.equal(one[1][key][name], other[1][key][name]) for key in one[1] for name in one[1][key]
+def same(left: State, right: State) -> bool:
+    return all(map(torch.equal, left[0], right[0])) and all(
+        torch.equal(left[1][key][name], right[1][key][name]) for key in left[1] for name in left[1][key]
     )
 
 
 def left_open() -> list[int]:
     gc.collect()  # as `keep_alive` does: an error that was raised has frames which have the collective
-    for thread in [one for one in threading.enumerate() if one.name == "mlflash-dropped"]:
+    for thread in [thread for thread in threading.enumerate() if thread.name == "mlflash-dropped"]:
         thread.join(PATIENCE.total_seconds())
-    return [len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")]
+    return [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]
 
 
 def main() -> None:

@@ -48,8 +48,8 @@ def run(script: str, job: str, stop: int | None) -> None:
     hook = register_optimizer_step_pre_hook(look)
     exec(compile(Path(script).read_text(), script, "exec"), names)
     hook.remove()
-    mine = {name: value for name, value in names.items() if not name.startswith("_")}
-    left = {name: digests(value) for name, value in mine.items() if holds_state(value)}  # more than is in the state
+    public = {name: value for name, value in names.items() if not name.startswith("_")}
+    left = {name: digests(value) for name, value in public.items() if holds_state(value)}  # more than is in the state
     note("ended", RANK, case=job, first=names["first"], last=names["step"], left=left)
 
 

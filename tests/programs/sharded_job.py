@@ -116,18 +116,20 @@ def whole(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def placed(found: dict[str, torch.Tensor]) -> dict[str, Any]:
-    meshes = {f"{name} mesh": one.device_mesh.mesh.tolist() for name, one in found.items() if isinstance(one, DTensor)}
+    meshes = {
+        f"{name} mesh": part.device_mesh.mesh.tolist() for name, part in found.items() if isinstance(part, DTensor)
+    }
     return digests(found) | meshes
 
 
-def run(what: str, layout: str, optimizer_name: str, comm: Any) -> None:
+def run(task: str, layout: str, optimizer_name: str, comm: Any) -> None:
     name = f"{layout}-{optimizer_name}"
     settings = {"comm": comm, "job": name, "redundancy": "none", "strict": True}
-    model, optimizer = made(layout, optimizer_name, seed=1 if what == "save" else 2)
+    model, optimizer = made(layout, optimizer_name, seed=1 if task == "save" else 2)
     alike = layout in ("plain", "tp")
     with mlflash.Checkpointer(**settings) as ckpt:
         state = {"o": optimizer, "m": model}
-        if what == "half":
+        if task == "half":
             try:
                 assert ckpt.restore(state) == SAVED
             except mlflash.errors.StructureMismatch as error:
@@ -136,7 +138,7 @@ def run(what: str, layout: str, optimizer_name: str, comm: Any) -> None:
                 note("half", case=name, tensors=digests(whole(tensors(model, optimizer))))
                 trained(model, optimizer, SAVED + 1, LAST, alike)
             return
-        if what == "save":
+        if task == "save":
             assert ckpt.restore(state) is None
             trained(model, optimizer, 1, SAVED, alike)
             ckpt.save(SAVED, state).wait()
@@ -148,8 +150,8 @@ def run(what: str, layout: str, optimizer_name: str, comm: Any) -> None:
 
 
 if __name__ == "__main__":
-    for what, size in [("save", 4)] if sys.argv[1] == "save" else [("restore", 4), ("half", 2)]:
+    for task, size in [("save", 4)] if sys.argv[1] == "save" else [("restore", 4), ("half", 2)]:
         with job(size) as comm:
             if comm is not None:
                 for case in CASES:
-                    run(what, *case, comm)
+                    run(task, *case, comm)

@@ -56,12 +56,12 @@ def read(ckpt: Checkpointer, job: int, steps: Any) -> None:
 def main() -> None:
     warnings.filterwarnings("ignore", message="step .* was not saved")
     note("start", RANK)
-    what, path = sys.argv[1:]
+    task, path = sys.argv[1:]
     store = torch.distributed.FileStore(str(OUT / "store"), COMM.size)  # DTensors are on meshes of these ranks
     torch.distributed.init_process_group("gloo", store=store, rank=RANK, world_size=COMM.size)
     for job, steps in enumerate(pickle.loads(Path(path).read_bytes())):
         with Checkpointer(job=f"j{job}", timeout_s=30.0) as ckpt:
-            (save if what == "save" else read)(ckpt, job, steps)
+            (save if task == "save" else read)(ckpt, job, steps)
     note("end", RANK)
     torch.distributed.destroy_process_group()
 

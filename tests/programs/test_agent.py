@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -19,7 +20,7 @@ from typing import Any
 import needs
 import pytest
 from harness import SUPPORT, PlainRanks
-from processes import agents_of, is_agent, started_by
+from processes import agents_of, is_agent, killed_in_the_end, plain_environment, ran, started_by
 from waiting import PATIENCE_S, is_in, until
 
 from mlflash.errors import DeadlineExceeded
@@ -51,27 +52,25 @@ def run(agent: AgentClient, epoch: int = 1) -> Any:
     """Let a courier run to its end, in a job of one rank; say how it ended."""
     with agent.channel(epoch):
         facts = ["node", "", []]
-        told = agent.ask("next", PATIENCE_S, channel=epoch, last=epoch - 1, facts=facts, within_s=1.0, up_s=PATIENCE_S)
-        assert told["number"] == epoch and told["nodes"] == [0]
-        assert agent.wait_for(lambda: told["epoch"] in agent.ended, PATIENCE_S)
-    return agent.ended[told["epoch"]]
+        begun = agent.ask("next", PATIENCE_S, channel=epoch, last=epoch - 1, facts=facts, within_s=1.0, up_s=PATIENCE_S)
+        assert begun["number"] == epoch and begun["nodes"] == [0]
+        assert agent.wait_for(lambda: begun["epoch"] in agent.ended, PATIENCE_S)
+    return agent.ended[begun["epoch"]]
 
 
-def test_couriers_are_like_children_of_their_trainer_and_import_nothing_of_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_couriers_are_like_children_of_their_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "work").mkdir()
     if sys.version_info >= (3, 11):  # an older Python looks there first
         (tmp_path / "work" / "socket.py").write_text("raise AssertionError('of the working directory')")
     monkeypatch.chdir(tmp_path / "work")
-    source = (
-        "import os, sys\n"
-        "def run(courier):\n"
-        "    name = open('/proc/self/comm').read().strip()\n"
-        "    policy = open('/proc/self/numa_maps').readline().split()[1]\n"
-        "    print(courier.rank, os.environ['WHOSE'], os.getcwd(), oct(os.umask(0)), name, policy)\n"
-        "    print('wrong', file=sys.stderr)\n"
-    )
+    source = """
+import os, sys
+def run(courier):
+    name = open('/proc/self/comm').read().strip()
+    policy = open('/proc/self/numa_maps').readline().split()[1]
+    print(courier.rank, os.environ['WHOSE'], os.getcwd(), oct(os.umask(0)), name, policy)
+    print('wrong', file=sys.stderr)
+"""
     monkeypatch.setenv("WHOSE", "mine")
     before = os.umask(0o027)
     ctypes.CDLL(None).syscall(238, 2, ctypes.byref(ctypes.c_ulong(1)), 64)  # as `numactl --membind=0` does
@@ -89,7 +88,7 @@ def test_couriers_are_like_children_of_their_trainer_and_import_nothing_of_the_w
     until(lambda: not is_agent(agent.pid), "the end of the agent without trainers")
 
 
-def test_a_courier_survives_signals_to_a_whole_step_and_ulimit_and_leaves_no_core_file(tmp_path: Path) -> None:
+def test_a_courier_survives_signals_and_ulimit_and_leaves_no_core_file(tmp_path: Path) -> None:
     source = (
         "import os, resource, signal\n"
         "def run(courier):\n"
@@ -128,7 +127,7 @@ def test_what_cannot_be_done_is_said_and_the_agent_goes_on(tmp_path: Path) -> No
     agent.close()
 
 
-def test_one_agent_has_all_trainers_of_a_job_and_none_of_another_user_is_taken_for_it(tmp_path: Path) -> None:
+def test_one_agent_has_all_trainers_of_a_job(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as threads:
         agents = list(threads.map(lambda _: start(tmp_path, "run = print\n", mpi=False), range(16)))
     assert len({agent.pid for agent in agents}) == 1
@@ -140,35 +139,31 @@ def test_one_agent_has_all_trainers_of_a_job_and_none_of_another_user_is_taken_f
     (name, *_) = agent_process.names_of("j", "", os.environ)
     squat = "import os, socket, sys\nos.setuid(65534)\ns = socket.socket(socket.AF_UNIX)\n" \
             "s.bind('\\0' + sys.argv[1])\ns.listen()\nprint('there', flush=True)\nsys.stdin.read()\n"  # fmt: skip
-    with subprocess.Popen(
-        [sys.executable, "-c", squat, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other_user:
-        assert other_user.stdout is not None and other_user.stdin is not None
+    command = [sys.executable, "-c", squat, name]
+    with killed_in_the_end(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other_user:
         other_user.stdout.readline()
-        mine = AgentClient("builtins:print", os.environ, PATIENCE_S, job="j", mpi=False)
-        assert is_agent(mine.pid)
-        mine.close()
-        other_user.stdin.close()
+        own = AgentClient("builtins:print", os.environ, PATIENCE_S, job="j", mpi=False)
+        assert is_agent(own.pid)
+        own.close()
 
 
 def test_who_says_nothing_to_an_agent_or_nonsense_delays_nobody(tmp_path: Path) -> None:
     agent = start(tmp_path, "run = print\n", mpi=False)
     silent = [agent_process.connect_again(agent._name) for _ in range(100)]
-    for sent in (
+    nonsense = (
         b"GET / HTTP\r\n\r\n",
         b"{}\n",
         b'{"channel": 77, "number": 1}\n',
         b'{"channel": []}\n',
         b"x" * (5 << 20),
-    ):
+    )
+    for sent in nonsense:
         with agent_process.connect_again(agent._name) as sock:
             sock.settimeout(PATIENCE_S)
-            try:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 sock.sendall(sent)
                 while sock.recv(1 << 16):
                     pass
-            except (BrokenPipeError, ConnectionResetError):
-                pass
     assert run(agent).status == 0
     for sock in silent:
         sock.close()
@@ -227,9 +222,8 @@ def launch(tmp_path: Path) -> Iterator[Start]:
         return launches[-1]
 
     yield begin
-    for one in reversed(launches):
-        for rank in reversed(one.ranks):
-            rank.close()
+    for rank in [rank for played in reversed(launches) for rank in reversed(played.ranks)]:
+        rank.close()
 
 
 def call(asked: Callable[..., Any], *given: Any) -> Future[Any]:
@@ -288,10 +282,8 @@ def test_a_rank_of_another_launch_gets_no_seat_and_a_stranger_hears_nothing(laun
     for sent in (b'{"token": "guessed"}\n', b"GET / HTTP/1.1\r\n\r\n", b'{"do": "depart"}\n'):
         with socket.create_connection(ranks.place, PATIENCE_S) as sock:
             sock.sendall(sent)
-            try:
+            with contextlib.suppress(ConnectionError):
                 assert sock.recv(1) == b""
-            except ConnectionError:
-                pass
     third = ranks.seat(2)
     first.share("text", PATIENCE_S)
     assert [rank.share(None, PATIENCE_S) for rank in (second, third)] == ["text"] * 2
@@ -338,7 +330,7 @@ def test_an_epoch_that_begins_while_a_rank_withdraws_is_over_for_all(launch: Sta
     assert ranks.epoch() == 2
 
 
-def test_an_epoch_that_is_over_before_a_courier_is_forked_leaves_none_behind(launch: Start) -> None:
+def test_an_epoch_over_before_its_courier_leaves_none(launch: Start) -> None:
     ranks = launch(2)
     first, second = ranks.seat(0), ranks.seat(1)
     fields = {"last": 0, "facts": ["", "", []], "within_s": PATIENCE_S, "up_s": PATIENCE_S}
@@ -352,17 +344,17 @@ def test_an_epoch_that_is_over_before_a_courier_is_forked_leaves_none_behind(lau
     assert {rank.agent.ended[epoch].signal for rank in ranks.ranks} == {signal.SIGKILL}
 
 
-def test_a_courier_that_hears_nothing_of_its_pmi_takes_no_descriptor_from_others(launch: Start) -> None:
-    source = (
-        "import os, socket, time\n"
-        "def run(courier):\n"
-        "    with socket.socket(fileno=int(os.environ['PMI_FD'])) as pmi:\n"
-        "        if courier.rank:\n"
-        "            pmi.shutdown(socket.SHUT_RD)\n"
-        "        pmi.sendall(b'cmd=barrier_in\\n')\n"
-        "        courier.channel.sendall(b'' if courier.rank else pmi.recv(100))\n"
-        "        time.sleep(1000)\n"
-    )
+def test_a_courier_without_its_pmi_takes_no_others_descriptor(launch: Start) -> None:
+    source = """
+import os, socket, time
+def run(courier):
+    with socket.socket(fileno=int(os.environ['PMI_FD'])) as pmi:
+        if courier.rank:
+            pmi.shutdown(socket.SHUT_RD)
+        pmi.sendall(b'cmd=barrier_in\\n')
+        courier.channel.sendall(b'' if courier.rank else pmi.recv(100))
+        time.sleep(1000)
+"""
     ranks = launch(2, source)
     first, _ = ranks.seat(0), ranks.seat(1)
     assert ranks.epoch() == 1
@@ -370,9 +362,9 @@ def test_a_courier_that_hears_nothing_of_its_pmi_takes_no_descriptor_from_others
     assert first.courier.channel.recv(100) == b"cmd=barrier_out rc=0\n"
     have_told(first)  # and the agent has told both couriers
     before = descriptors(first.agent.pid)
-    others = [agent_process.connect_again(first.agent._name) for _ in range(20)]
+    connections = [agent_process.connect_again(first.agent._name) for _ in range(20)]
     until(lambda: descriptors(first.agent.pid) == before + 20, "each of them to have the next free descriptor")
-    for other in others:
+    for other in connections:
         with other:
             other.settimeout(PATIENCE_S)
             other.sendall(b"{}\n")
@@ -387,7 +379,7 @@ def test_an_address_with_a_scope_needs_no_thread_which_forbids_to_fork(launch: S
     assert ranks.place[0] == "::1%1" and ranks.epoch() == 1
 
 
-def test_a_port_whose_listener_says_nothing_does_not_take_the_time_for_the_next(launch: Start) -> None:
+def test_a_silent_listener_takes_no_time_from_the_next_port(launch: Start) -> None:
     ranks = launch(2)
     ranks.seat(0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -395,7 +387,7 @@ def test_a_port_whose_listener_says_nothing_does_not_take_the_time_for_the_next(
     assert second._places == [ranks.place] and ranks.epoch() == 1
 
 
-def test_who_departs_is_told_if_nobody_hears_it_and_who_waits_hears_it_though_the_hub_is_gone(launch: Start) -> None:
+def test_who_departs_is_heard_though_the_hub_is_gone(launch: Start) -> None:
     ranks = launch(2)
     first, second = ranks.seat(0), ranks.seat(1, "apart")
     waiting = begin(second)
@@ -444,21 +436,22 @@ class Job:
 
     def __init__(self, root: Path):
         self.root, self._launches = root, 0
-        self.environment = {**os.environ, "MLFLASH_MEMORY": str(root), "MLFLASH_JOB": "j", "OMP_NUM_THREADS": "1"}
-        self.environment.pop("SLURM_JOB_ID", None)
+        paths = os.environ["PYTHONPATH"]
+        self.environment = plain_environment(MLFLASH_MEMORY=root, MLFLASH_JOB="j", OMP_NUM_THREADS=1, PYTHONPATH=paths)
         self.agents: list[subprocess.Popen[str]] = []
         self.trainers: list[subprocess.Popen[bytes]] = []
 
     def agent(self) -> subprocess.Popen[str]:
         """Start an agent and wait until it is one."""
-        self.agents.append(subprocess.Popen([BIN / "mlflash", "agent", "--job", "j", "--memory", str(self.root)],
-                                            env=self.environment, text=True, stdout=subprocess.PIPE,
+        command = [BIN / "mlflash", "agent", "--job", "j", "--memory", str(self.root)]
+        self.agents.append(subprocess.Popen(command, env=self.environment, text=True, stdout=subprocess.PIPE,
                                             stderr=subprocess.STDOUT))  # fmt: skip
         output = self.agents[-1].stdout
         assert output is not None and output.readline() == f"{agent_process.READY}\n"
         return self.agents[-1]
 
     def start(self, **spec: Any) -> None:
+        """Start trainers; those that are to be killed are there when both have saved."""
         self._launches += 1
         out = self.root / f"out-{self._launches}"
         out.mkdir()
@@ -466,6 +459,8 @@ class Job:
         program = [sys.executable, str(SUPPORT / "dying_trainer.py"), json.dumps({"settings": settings, **spec})]
         self.ranks = PlainRanks(out, 2, program, self.environment)
         self.trainers = self.ranks.processes
+        if spec:
+            until(lambda: len(self.ranks.records("victim")) == 2, "the trainers to have saved")
 
     def close(self) -> None:
         everything = [*self.trainers, *self.agents]
@@ -483,10 +478,9 @@ def job(shm: Path) -> Iterator[Job]:
     job.close()
 
 
-def test_what_was_handed_over_is_committed_though_all_that_trainers_started_is_killed(job: Job) -> None:
+def test_what_was_handed_over_commits_though_all_is_killed(job: Job) -> None:
     agent = job.agent()
     job.start(who="trainer", how="terminal closed")
-    until(lambda: len(job.ranks.records("victim")) == 2, "the trainers to have saved")
     trainers = {trainer.pid for trainer in job.trainers}
     assert agents_of(trainers) == {agent.pid}
     assert not started_by(trainers), "what is to be killed with them"
@@ -503,18 +497,16 @@ def test_what_was_handed_over_is_committed_though_all_that_trainers_started_is_k
     assert agent.wait(PATIENCE_S) == 0
 
 
-def test_an_agent_that_is_told_to_end_waits_for_its_couriers_and_a_killed_one_is_replaced(job: Job) -> None:
+def test_an_ending_agent_waits_and_a_killed_one_is_replaced(job: Job) -> None:
     first = job.agent()
-    again = subprocess.run([BIN / "mlflash", "agent", "--job", "j", "--memory", str(job.root)], capture_output=True,
-                           text=True, timeout=PATIENCE_S, check=False)  # fmt: skip
-    assert again.returncode == 1 and "an agent of this job already runs on this node" in again.stderr
+    again = ran(BIN / "mlflash", "agent", "--job", "j", "--memory", job.root, code=1)
+    assert "an agent of this job already runs on this node" in again.stderr
     first.kill()
     first.wait(PATIENCE_S)
     job.start()  # the first trainer starts an agent
     assert job.ranks.wait() == [0, 0]
     second = job.agent()
     job.start(who="trainer", how="terminal closed")
-    until(lambda: len(job.ranks.records("victim")) == 2, "the trainers to have saved")
     second.send_signal(signal.SIGTERM)
     assert second.poll() is None and len(started_by({second.pid})) == 2, "it waits for its couriers"
     for trainer in job.trainers:
@@ -527,7 +519,4 @@ def test_an_agent_that_is_told_to_end_waits_for_its_couriers_and_a_killed_one_is
 
 
 def test_a_process_that_knows_no_job_is_told_so(shm: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k not in ("MLFLASH_JOB", "SLURM_JOB_ID")}
-    done = subprocess.run([BIN / "mlflash", "agent", "--memory", str(shm)], env=environment, capture_output=True,
-                          text=True, timeout=PATIENCE_S, check=False)  # fmt: skip
-    assert done.returncode == 2 and "set MLFLASH_JOB" in done.stderr
+    assert "set MLFLASH_JOB" in ran(BIN / "mlflash", "agent", "--memory", shm, code=2).stderr

@@ -1,4 +1,4 @@
-"""The commands that look: what they say, exit codes, and that they change nothing. Real files, real processes."""
+"""The commands that look and delete: what they say, exit codes, and what they change. Real files, real processes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import itertools
 import json
 import math
 import os
+import pty
 import random
+import select
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
+import needs
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from damage import damage
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import until
+from processes import ran
+from waiting import PATIENCE_S, until
 
 import mlflash
 from mlflash.cli import main
@@ -31,6 +34,7 @@ from mlflash.placement.protection_groups import place
 from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import of
 from mlflash.placement.topology import Topology
+from mlflash.run.processes import mpiexec
 from mlflash.state.layout import Extents
 from mlflash.state.leaves import Entry
 from mlflash.tools.inspect_step import statistics
@@ -85,28 +89,16 @@ def test_status_says_what_is_in_memory_and_what_was_drained(shm: Path, tmp_path:
     save(shm, 1, 2, directory=tmp_path / "d", drains=True)
     found = document(shm, "status", "-d", tmp_path / "d", "--job", "j")
     assert (found["job"], found["newest"], found["alive"], found["well"]) == ("j", 2, False, True)
-    assert [(one["step"], one["committed"], one["restorable"]) for one in found["attempts"]] == [
+    assert [(attempt["step"], attempt["committed"], attempt["restorable"]) for attempt in found["attempts"]] == [
         (2, True, True),
         (1, True, True),
     ]
-    assert [one["step"] for one in found["directory"]["checkpoints"]] == [2]
+    assert [checkpoint["step"] for checkpoint in found["directory"]["checkpoints"]] == [2]
     assert found["survives"]["words"].startswith("no node: there is only")
     text = run(shm, "status", "-d", tmp_path / "d", "--job", "j").output
     assert "step 2 of 1 rank, committed" in text and "\nredundancy: none\n" in text
     assert "drained: step 2" in text and "headers" not in text
     assert all(len(line) <= 80 for line in text.splitlines() if "/" not in line and "damaged" not in line), text
-
-
-def test_status_promises_no_step_by_its_header(shm: Path) -> None:
-    save(shm, 1, 2)
-    assert damage(shm, 2)
-    found = document(shm, "status", "--job", "j")
-    assert (found["newest"], found["verified"]) == (2, False)
-    assert "damaged: slot-" in run(shm, "verify", "--job", "j", code=1).output
-    for path in slots(shm):
-        path.write_bytes(b"MLFLASH" + path.read_bytes()[7:100])
-    text = " ".join(run(shm, "status", "--job", "j", code=1).output.split())
-    assert "this is what the headers say: only `mlflash verify` reads every byte" in text
 
 
 def test_list_has_memory_and_directory_newest_first(shm: Path, tmp_path: Path) -> None:
@@ -237,7 +229,7 @@ def unseal(slot: Path) -> None:
 
 @pytest.mark.parametrize("rewrite", [unseal, Path.unlink])
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_slots_that_are_rewritten_while_they_are_read_are_not_called_damaged(
+def test_slots_rewritten_while_read_are_not_called_damaged(
     shm: Path, rewrite: Any, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(shm, 1, 2)
@@ -340,9 +332,7 @@ def nodes_of(topology: Topology, scheme: str) -> list[Node]:
 
 @pytest.mark.parametrize("scheme", ["copy", "copy:2", "xor:3", "rs:2+2", "none"])
 @pytest.mark.parametrize(("count", "per_node"), [(2, 2), (5, 1), (7, 2)])
-def test_what_is_survived_is_what_the_placement_promises_and_less_once_nodes_are_gone(
-    scheme: str, count: int, per_node: int
-) -> None:
+def test_what_is_survived_is_what_the_placement_promises(scheme: str, count: int, per_node: int) -> None:
     names = tuple(f"n{number}" for number in range(count))
     topology = Topology(tuple(rank // per_node for rank in range(count * per_node)), names)
     nodes = nodes_of(topology, scheme)
@@ -389,7 +379,7 @@ def test_a_live_job_is_seen_asked_and_spared(shm: Path) -> None:
         assert holder.stdout.readline() == "saved\n"
         save(shm, 1, job="dead")
         NodeDirectory(str(shm), "empty").close()
-        assert [one["job"] for one in document(shm, "jobs")["jobs"]] == ["dead", "j"]
+        assert [job["job"] for job in document(shm, "jobs")["jobs"]] == ["dead", "j"]
         assert document(shm, "status")["nodes"][0]["pid"] == holder.pid, "the live one is meant"
         run(shm, "clean", "dead", "empty")
         for words in (["--all", "--dry-run"], ["j"]):
@@ -447,3 +437,75 @@ def test_help_version_and_completion_load_nothing_heavy() -> None:
     for arguments, more in ((["--version"], {}), (["scavenge", "--help"], {}), (["inspect", "--help"], {}), ([], tab)):
         subprocess.run([sys.executable, "-c", program, *arguments], check=True, timeout=60, capture_output=True,
                        env={**os.environ, **more})  # fmt: skip
+
+
+# What a terminal shows
+
+
+MLFLASH = Path(sys.executable).with_name("mlflash")
+
+
+def read_until(terminal: int, mark: bytes) -> bytes:
+    said = b""
+    while mark not in said:
+        assert select.select([terminal], [], [], PATIENCE_S)[0], said
+        said += os.read(terminal, 1 << 16)
+    return said
+
+
+@pytest.mark.parametrize("command", ["status", "inspect 1", "list", "verify", "jobs", "plan --nodes 64 --bytes 12GiB"])
+def test_a_reader_that_goes_away_changes_no_exit_code(shm: Path, command: str) -> None:
+    save(shm, 1)
+    where = [] if command.startswith("plan") else ["--memory", str(shm)]
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run([MLFLASH, *command.split(), *where], stdout=write, stderr=subprocess.PIPE, check=False,
+                              timeout=PATIENCE_S)  # fmt: skip
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_clean_of_all_jobs_asks_before_it_deletes_them(shm: Path) -> None:
+    for job in ("mine", "theirs"):
+        save(shm, 1, job=job)
+    assert "add --yes to confirm" in run(shm, "clean", "--all", code=2).output
+    for answer, left in (("n\n", 2), ("y\n", 0)):
+        outside, inside = pty.openpty()
+        command = [MLFLASH, "clean", "--all", "--memory", str(shm)]
+        with subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside) as asking:
+            os.close(inside)
+            said = read_until(outside, b"[y/N]")
+            os.write(outside, answer.encode())
+            assert asking.wait(PATIENCE_S) == (1 if left else 0)
+        os.close(outside)
+        assert b"mine" in said and b"theirs" in said and b"These 2 jobs hold" in said
+        assert left == 0 or len(document(shm, "jobs")["jobs"]) == left
+    assert "no job of this user holds memory" in run(shm, "jobs").output
+
+
+MISTAKEN = """
+import sys, numpy as np, mlflash
+with mlflash.Checkpointer(job="j", memory=sys.argv[1], log=sys.argv[2]) as ckpt:
+    ckpt.save(1, {"w": np.zeros(3)}).wait()
+    ckpt.restore({"w": np.zeros(4)})
+"""
+
+
+@needs.MPI
+@pytest.mark.parametrize("full", [False, True])
+def test_an_error_on_all_ranks_is_shown_once_and_the_log_has_its_lines(shm: Path, tmp_path: Path, full: bool) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(MISTAKEN)
+    words = [sys.executable, str(program), str(shm), str(tmp_path / "events.jsonl")]
+    command, environment = mpiexec(2, words, {"OMP_NUM_THREADS": "1", "MLFLASH_TRACEBACK": "full" if full else ""})
+    done = ran(*command, code=None, env=environment)
+    said = done.stdout + done.stderr
+    assert "differs from the checkpoint in 1 place:" in said
+    assert ("load.py" in said) == full
+    if not full:  # the other rank, which may be ended before, has a line at most
+        assert said.count("Traceback") <= 1 and len(said.splitlines()) < 15, said
+    logs = [json.loads(line) for path in tmp_path.glob("events*.jsonl") for line in path.read_text().splitlines()]
+    uncaught = [event for event in logs if event["event"] == "uncaught"]
+    assert uncaught and all("load.py" in event["text"] and "StructureMismatch" in event["text"] for event in uncaught)

@@ -1,19 +1,22 @@
-"""Which ranks save together, and by which MPI: `comm=`, and a program that uses MPI itself, or none."""
+"""Which ranks save together, and by which MPI: `comm=`, torch.distributed, a program that uses MPI itself, or none."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import needs
 import pytest
 from harness import SUPPORT
-from processes import OPEN_MPI, by_open_mpi, free_port
-from waiting import PATIENCE_S
+from processes import OPEN_MPI, by_open_mpi, free_port, ran, runs
+from waiting import PATIENCE_S, until
 
 from mlflash.run.processes import mpiexec
 from mlflash.tools.doctor_checks import try_couriers
@@ -43,19 +46,18 @@ for step, (comm, job) in enumerate(turns):
 """
 
 
-def run(command: tuple[list[str], dict[str, str]], shm: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    env = command[1] | {"MLFLASH_MEMORY": str(shm), "RANKS_PER_NODE": "1", "TMPDIR": str(shm)} | more
-    # Not in the checkout, which python -c would import from.
-    return subprocess.run(command[0], env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd="/")
+def run(command: tuple[list[str], dict[str, str]], shm: Path, code: int | None = 0, **more: str
+        ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    words, env = command
+    return ran(*words, code=code, env=env, MLFLASH_MEMORY=shm, RANKS_PER_NODE=1, TMPDIR=shm, **more)
 
 
 def words(python: str | Path, how: str) -> list[str]:
     return [str(python), str(SUPPORT / "on_node.py"), str(python), "-c", PROGRAM, how]
 
 
-def said(done: subprocess.CompletedProcess[str]) -> dict[tuple[int, int], Any]:
-    """What each rank has said in each turn."""
-    assert done.returncode == 0, done.stdout + done.stderr
+def printed(done: subprocess.CompletedProcess[str]) -> dict[tuple[int, int], Any]:
+    """What each rank has printed in each turn."""
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     return {(line["turn"], line["by"]): line for line in lines}
 
@@ -65,7 +67,7 @@ def said(done: subprocess.CompletedProcess[str]) -> dict[tuple[int, int], Any]:
     pytest.param("halves", [[1, 0, 1, 0], [0, 1, 2, 3], [0, 1, 2, 3], [1, 0, 1, 0]], marks=pytest.mark.gate),
 ])  # fmt: skip
 def test_the_ranks_of_a_communicator_save_and_restore_together(shm: Path, how: str, ranks: list[list[int]]) -> None:
-    found = said(run(mpiexec(4, words(sys.executable, how), {**os.environ}), shm))
+    found = printed(run(mpiexec(4, words(sys.executable, how), {**os.environ}), shm))
     assert [[found[turn, by]["rank"] for by in range(4)] for turn in range(len(ranks))] == ranks
     assert all(bool(line["partners"]) == ("MPICH" in line["mpi"]) == (how != "self") for line in found.values())
     if how == "halves":
@@ -78,16 +80,18 @@ def test_the_ranks_of_a_communicator_save_and_restore_together(shm: Path, how: s
 def test_a_trainer_may_use_open_mpi_while_couriers_use_mpich(shm: Path, how: str) -> None:
     command, names = by_open_mpi(4, words(OPEN_MPI / "python", how))
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    found = said(run((command, {**os.environ, **names}), shm))
+    found = printed(run((command, {**os.environ, **names}), shm))
     assert all(line["partners"] and line["mpi"].startswith("MPICH ") for line in found.values())
-    refused = run((command, {**os.environ, **names}), shm, MLFLASH_LIBMPI=str(OPEN_MPI.parent / "lib/libmpi.so.40"))
-    assert refused.returncode and "MpiUnavailable: couriers need an MPI that starts without its" in refused.stderr
+    library = str(OPEN_MPI.parent / "lib/libmpi.so.40")
+    refused = run((command, {**os.environ, **names}), shm, None, MLFLASH_LIBMPI=library)
+    assert "MpiUnavailable: couriers need an MPI that starts without its" in refused.stderr
     assert "pip install 'mlflash[mpich]'" in refused.stderr and "found:    Open MPI" in refused.stderr
 
 
 def test_a_library_that_is_not_there_is_said_with_what_names_it(shm: Path) -> None:
-    done = run(mpiexec(2, words(sys.executable, "none"), {**os.environ}), shm, MLFLASH_LIBMPI="/nowhere/libmpi.so")
-    assert done.returncode and "MpiUnavailable: couriers cannot be started: " in done.stderr
+    command = mpiexec(2, words(sys.executable, "none"), {**os.environ})
+    done = run(command, shm, None, MLFLASH_LIBMPI="/nowhere/libmpi.so")
+    assert "MpiUnavailable: couriers cannot be started: " in done.stderr
     assert "name the library of your cluster's MPI in MLFLASH_LIBMPI" in done.stderr
     assert "/nowhere/libmpi.so: cannot open shared object file" in done.stderr
 
@@ -97,8 +101,8 @@ def test_where_no_process_can_be_watched_it_is_said_why(shm: Path, tmp_path: Pat
     refuse = "def refuse(pid, flags=0):\n    raise PermissionError(1, 'Operation not permitted')\n"
     (tmp_path / "sitecustomize.py").write_text(f"import os\n{refuse}os.pidfd_open = refuse\n")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = run(([sys.executable, "-c", PROGRAM, "none"], env), shm)
-    assert done.returncode and "MpiUnavailable: couriers cannot be started: " in done.stderr
+    done = run(([sys.executable, "-c", PROGRAM, "none"], env), shm, None)
+    assert "MpiUnavailable: couriers cannot be started: " in done.stderr
     assert "no process can be watched here (pidfd_open: Operation not permitted)" in done.stderr
     found = try_couriers(env, str(shm))
     assert found.level is Level.WARNING and "the container's profile" in found.advice
@@ -106,10 +110,135 @@ def test_where_no_process_can_be_watched_it_is_said_why(shm: Path, tmp_path: Pat
 
 def test_the_doctor_tries_whether_couriers_start_without_a_launcher(shm: Path) -> None:
     environment = {**os.environ, "MLFLASH_MEMORY": str(shm)}
-    done = subprocess.run([sys.executable, "-m", "mlflash", "doctor", "--json"], env=environment, text=True,
-                          capture_output=True, timeout=PATIENCE_S, check=False)  # fmt: skip
+    command = [sys.executable, "-m", "mlflash", "doctor", "--json"]
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=PATIENCE_S, check=False)
     (line,) = [line for line in json.loads(done.stdout)["lines"] if line["check"] == "couriers"]
     assert line["level"] == "ok" and "two ranks saved without a launcher after " in line["text"]
     broken = environment | {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "of nobody"}
     found = try_couriers(broken, str(shm))
     assert found.level is Level.WARNING and "couriers could not save: " in found.text
+
+
+# torch.distributed without MPI
+
+
+def test_a_comm_that_is_given_is_taken_whatever_a_launcher_says(shm: Path) -> None:
+    program = """
+import mlflash
+from mpi4py import MPI
+with mlflash.Checkpointer(comm=MPI.COMM_SELF, redundancy="none") as ckpt:
+    assert ckpt.save(1, {"a": 1}).wait().committed
+"""
+    ran(sys.executable, "-c", program, cwd=shm, MLFLASH_MEMORY=shm, MLFLASH_JOB="j", RANK=1, WORLD_SIZE=2)
+
+
+WITHOUT_MPI = """
+import os, sys, mlflash, torch, torch.distributed as dist
+from mlflash.adapters.distributed import init_process_group
+if sys.argv[1] == "group first":
+    init_process_group("gloo")
+with mlflash.Checkpointer(redundancy="none") as ckpt:
+    if not dist.is_initialized():
+        init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == 2 and os.environ["LOCAL_RANK"] == os.environ["RANK"] == str(dist.get_rank())
+    snapshot = ckpt.save(1, {"a": 1})
+    snapshot.wait()
+    assert snapshot.committed == ckpt.enabled
+dist.destroy_process_group()
+assert "libmpi" not in open("/proc/self/maps").read()
+print("saved without MPI")
+"""
+
+
+@pytest.mark.parametrize(("launcher", "order", "more"), [
+    pytest.param("torchrun", "group first", {}, marks=pytest.mark.gate),
+    ("torchrun", "group first", {"MLFLASH_DISABLE": "1"}),
+    ("mpiexec", "group first", {}), ("mpiexec", "Checkpointer first", {}),
+    ("mpiexec", "group first", {"MLFLASH_DISABLE": "1"}),
+])  # fmt: skip
+def test_a_trainer_needs_no_mpi(shm: Path, launcher: str, order: str, more: dict[str, str]) -> None:
+    (shm / "script.py").write_text(WITHOUT_MPI)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = torchrun if launcher == "torchrun" else mpiexec(2, [sys.executable])[0]
+    done = ran(*command, "script.py", order, cwd=shm, MLFLASH_MEMORY=shm, MLFLASH_JOB="j", **more)
+    assert done.stdout.count("saved without MPI") == 2, done.stdout + done.stderr
+
+
+def test_one_process_alone_is_a_group_of_one(shm: Path) -> None:
+    program = """
+import os, torch.distributed as dist
+from mlflash.adapters.distributed import init_process_group
+for _ in range(2):
+    init_process_group()
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1) and os.environ["LOCAL_WORLD_SIZE"] == "1"
+    dist.destroy_process_group()
+"""
+    ran(sys.executable, "-c", program, cwd=shm)
+
+
+# Programs with MPI on ranks that no launcher of MPI has started, as `mlflash run` by ssh scavenges
+
+ON_RANKS = """
+import os, pathlib, sys
+from mpi4py import MPI
+comm, (folder, code) = MPI.COMM_WORLD, sys.argv[1:]
+if code == "wait":
+    pathlib.Path(folder, f"new{comm.rank}").write_text(str(os.getpid()))
+    os.rename(f"{folder}/new{comm.rank}", f"{folder}/pid{comm.rank}")
+    comm.recv()
+total = comm.allreduce(comm.rank + 1)
+print(f"{comm.rank} of {comm.size}: {total}", flush=True)
+if code == "raise":
+    raise ValueError("no")
+sys.exit(int(code))
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    """Starts ranks that know each other as torchrun's do."""
+    (tmp_path / "the_program.py").write_text(ON_RANKS)
+    with ExitStack() as over:
+
+        def begin(ranks: int, code: str) -> list[subprocess.Popen[str]]:
+            paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+            names = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+                     "MASTER_PORT": str(free_port()), "PYTHONPATH": paths}  # fmt: skip
+            module = "mlflash.tools.run_on_ranks"
+            words = [sys.executable, "-m", module, "-m", "the_program", str(tmp_path), code]
+            started = []
+            for rank in range(ranks):
+                environment = {**os.environ, **names, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                process = subprocess.Popen(
+                    words, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                )
+                started.append(over.enter_context(process))
+                over.callback(process.kill)
+            return started
+
+        yield begin
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("code", "expected"), [("0", 0), ("3", 3), ("raise", 1)])
+def test_it_has_a_world_of_all_ranks_and_its_exit_code_comes_through(
+    start: Any, ranks: int, code: str, expected: int
+) -> None:
+    said = [(process.communicate(timeout=PATIENCE_S), process.returncode) for process in start(ranks, code)]
+    total = ranks * (ranks + 1) // 2
+    for rank, ((out, err), returned) in enumerate(said):
+        assert (out, returned) == (f"{rank} of {ranks}: {total}\n", expected), err
+        assert ("ValueError: no" in err) == (code == "raise"), err
+
+
+def test_it_ends_when_its_rank_is_killed(start: Any, tmp_path: Path) -> None:
+    started = start(2, "wait")
+    paths = [tmp_path / f"pid{rank}" for rank in range(2)]
+    until(lambda: all(path.exists() for path in paths), "all ranks")
+    for process in started:
+        process.send_signal(signal.SIGKILL)
+    for path in paths:
+        pid = int(path.read_text())
+        until(lambda pid=pid: not Path(f"/proc/{pid}").exists() or not runs(pid), f"the end of {pid}")

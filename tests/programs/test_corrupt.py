@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import needs
 from harness import TESTS
-from waiting import PATIENCE_S
+from processes import ran
 
 from mlflash.run.processes import mpiexec
 
@@ -21,9 +20,7 @@ def test_each_class_of_faults_is_caught_before_its_step_is_certified_and_named(t
     out = tmp_path / "rows.json"
     words = [sys.executable, str(CAMPAIGNS / "corrupt_campaign.py"), "--seed", "1", "--trials", "1", "--out", str(out)]
     command, environment = mpiexec(3, words, {"OMP_NUM_THREADS": "1"})
-    done = subprocess.run(command, timeout=PATIENCE_S, capture_output=True, text=True, check=False,
-                          env=environment)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(*command, env=environment)
     rows = json.loads(out.read_text())
     assert len(rows) == 9
     unseen = [row for row, count in rows.items() if not count.get("caught")]
@@ -31,7 +28,5 @@ def test_each_class_of_faults_is_caught_before_its_step_is_certified_and_named(t
 
 
 def test_a_training_that_nothing_happens_to_is_no_alarm() -> None:
-    command = [sys.executable, str(CAMPAIGNS / "clean_campaign.py"), "--steps", "40"]
-    done = subprocess.run(command, timeout=PATIENCE_S, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ran(sys.executable, CAMPAIGNS / "clean_campaign.py", "--steps", 40)
     assert done.stdout.count("40 of 40 steps saved, 0 called suspect") == 3

@@ -68,9 +68,9 @@ class Job:
 
     def _terminal(self) -> int:
         """The end of a new terminal that programs have, which closes with it."""
-        mine, its = os.openpty()
-        self._terminals += [mine, its]
-        return its
+        master, terminal = os.openpty()
+        self._terminals += [master, terminal]
+        return terminal
 
     def close_terminals(self) -> None:
         while self._terminals:
@@ -117,9 +117,7 @@ def job(shm: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
 
 @pytest.mark.parametrize("launcher", ["hydra"])
 @pytest.mark.parametrize("ten", range(2))
-def test_20_of_20_saves_that_have_returned_are_committed_though_trainers_are_killed(
-    job: Job, launcher: str, ten: int
-) -> None:
+def test_20_of_20_returned_saves_commit_though_trainers_die(job: Job, launcher: str, ten: int) -> None:
     """Ten of them here: by the first save of a process or the second one, with one rank dead or both."""
     newest = None
     for launch in range(11):
@@ -135,7 +133,7 @@ def test_20_of_20_saves_that_have_returned_are_committed_though_trainers_are_kil
 
 
 @pytest.mark.parametrize("launcher", ["none"])
-def test_a_trainer_that_a_debugger_stops_for_longer_than_any_deadline_catches_up(job: Job, launcher: str) -> None:
+def test_a_trainer_stopped_past_any_deadline_catches_up(job: Job, launcher: str) -> None:
     job.start(timeout_s=6.0, who="trainer", how="stopped", patient=True)
     (victim,) = job.wait_for("victim", 1)
     job.wait_for("late", 3)

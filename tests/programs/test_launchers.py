@@ -60,26 +60,18 @@ RANKS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("launcher", "initializes"),
-    [
-        ("ssh", True),
-        pytest.param("ssh", False, marks=pytest.mark.gate),
-        ("a file", True),
-        ("IPv6", False),
-        ("Ray Train", True),
-        ("PyTorchJob", False),
-        ("NVRx", True),
-    ],
-)
+@pytest.mark.parametrize(("launcher", "initializes"), [
+    ("ssh", True), pytest.param("ssh", False, marks=pytest.mark.gate), ("a file", True), ("IPv6", False),
+    ("Ray Train", True), ("PyTorchJob", False), ("NVRx", True),
+])  # fmt: skip
 def test_ranks_find_each_other_by_what_launchers_set(shm: Path, launcher: str, initializes: bool) -> None:
     """Two processes with these variables, and no launcher: what they have committed is restored by the next two."""
     for start in (None, 2):
         spec = {"last": (start or 0) + 2, "initializes": initializes, "settings": {"job": "j"}}
         spec |= {"file": str(shm / f"store-{start}")} if launcher == "a file" else {}
         program = [sys.executable, str(SUPPORT / "elastic_worker.py"), json.dumps(spec)]
-        ranks = PlainRanks(shm, 2, program, {**environment(shm), **RANKS[launcher]})
-        assert ranks.wait() == [0, 0], ranks.log
+        with PlainRanks(shm, 2, program, {**environment(shm), **RANKS[launcher]}) as ranks:
+            assert ranks.wait() == [0, 0], ranks.log
         restored = ranks.records("restored")[-2:] if start is None else [
             record for record in ranks.records("restored") if record["step"] is not None]  # fmt: skip
         assert [(record["step"], record["same"], record["mpi"]) for record in restored] == [(start, True, False)] * 2

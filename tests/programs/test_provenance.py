@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness import own_memory
 from keys import key_pair
+from processes import ran
 
 import mlflash
 from mlflash.drain import provenance
@@ -62,10 +64,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 @pytest.fixture(scope="module")
 def memory() -> Iterator[Path]:
-    path = Path("/dev/shm") / f"mlflash-test-provenance-{os.getpid()}"
-    path.mkdir(mode=0o700)
-    yield path
-    shutil.rmtree(path)
+    with own_memory() as path:
+        yield path
 
 
 @pytest.fixture(scope="module", params=["hdf5", "dcp"])
@@ -95,23 +95,19 @@ def signed(drained: dict[bool, Path], tmp_path: Path) -> Path:
 
 
 def verify(directory: Path, shm: Path, *arguments: object, code: int) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLASH_")}
-    done = subprocess.run(
-        [MLFLASH, "verify", "--job", "none", "-d", directory, "--memory", shm, *map(str, arguments)],
-        capture_output=True, text=True, timeout=60, env=environment,
-    )  # fmt: skip
-    assert done.returncode == code and "Traceback" not in done.stderr, (done.stdout, done.stderr)
+    done = ran(MLFLASH, "verify", "--job", "none", "-d", directory, "--memory", shm, *arguments, code=code)
+    assert "Traceback" not in done.stderr, (done.stdout, done.stderr)
     return done
 
 
 def damage(directory: Path, shm: Path, *arguments: object) -> dict[str, str]:
     """What the command finds in the older checkpoint: files, and what is wrong with each, the last sentence of each."""
     done = json.loads(verify(directory, shm, "--json", *arguments, code=1).stdout)
-    (found,) = (one for one in done["directory"] if one["where"].endswith("step-00000001"))
+    (found,) = (checkpoint for checkpoint in done["directory"] if checkpoint["where"].endswith("step-00000001"))
     assert not found["provenance"]["holds"]
     sentences: dict[str, str] = {}
-    for one in found["damaged"]:
-        sentences[one["file"]] = sentences.get(one["file"], "") + one["damage"] + "|"
+    for file in found["damaged"]:
+        sentences[file["file"]] = sentences.get(file["file"], "") + file["damage"] + "|"
     return sentences
 
 
@@ -125,8 +121,9 @@ def test_the_command_says_what_was_recorded_and_that_it_holds(directory: Path, f
     assert f"python {sys.version.split()[0]}" in line and f"torch {torch.__version__}" in line
     assert line.endswith(("signed, not checked without --key" if is_signed else "not signed") + "; it holds")
     told = json.loads(verify(directory, shm, "--json", code=0).stdout)["directory"]
-    assert [one["provenance"]["said"]["given"] for one in told] == [GIVEN, GIVEN]
-    assert [(one["provenance"]["holds"], one["provenance"]["said"]["step"]) for one in told] == [(True, 2), (True, 1)]
+    provenances = [checkpoint["provenance"] for checkpoint in told]
+    assert [found["said"]["given"] for found in provenances] == [GIVEN, GIVEN]
+    assert [(found["holds"], found["said"]["step"]) for found in provenances] == [(True, 2), (True, 1)]
 
 
 def test_a_key_finds_what_it_has_signed_and_nothing_else(
@@ -145,9 +142,8 @@ def test_a_key_finds_what_it_has_signed_and_nothing_else(
 def test_openssl_finds_the_signature_good(signed: Path, keys: tuple[Path, Path, Path], tmp_path: Path) -> None:
     folder = signed / "step-00000002"
     (tmp_path / "digest").write_text(json.loads((folder / "provenance.json").read_text())["digest"])
-    call = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", keys[1], "-rawin", "-in", tmp_path / "digest",
-            "-sigfile", folder / "provenance.json.sig"]  # fmt: skip
-    assert subprocess.run(call, capture_output=True, timeout=60).returncode == 0
+    ran("openssl", "pkeyutl", "-verify", "-pubin", "-inkey", keys[1], "-rawin", "-in", tmp_path / "digest", "-sigfile",
+        folder / "provenance.json.sig")  # fmt: skip
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], None], with_digest: bool) -> None:
@@ -182,17 +178,17 @@ def test_an_edit_of_what_is_said_is_found(signed: Path, keys: tuple[Path, Path, 
 
 
 def test_a_file_of_another_checkpoint_is_named(directory: Path, form: str, shm: Path) -> None:
-    one, two = directory / "step-00000001", directory / "step-00000002"
+    older, newer = directory / "step-00000001", directory / "step-00000002"
     name = CARD_FILE[form]
-    good = (one / name).read_bytes()
-    shutil.copy(two / name, one / name)
+    good = (older / name).read_bytes()
+    shutil.copy(newer / name, older / name)
     assert "it is of another checkpoint: of step 2 of 1 rank, save " in damage(directory, shm)[name]
-    (one / name).write_bytes((one / MASTER[form]).read_bytes())
+    (older / name).write_bytes((older / MASTER[form]).read_bytes())
     assert "it is the file that commits a checkpoint" in damage(directory, shm)[name]
-    (one / name).write_bytes(good)
+    (older / name).write_bytes(good)
     for other in SAID:
-        if (two / other).exists():
-            shutil.copy(two / other, one / other)
+        if (newer / other).exists():
+            shutil.copy(newer / other, older / other)
     assert f"it is of another checkpoint than {MASTER[form]}: of step 2" in damage(directory, shm)["provenance.json"]
 
 
@@ -211,7 +207,7 @@ def test_what_is_missing_or_too_much_is_named(directory: Path, form: str, shm: P
 
 def test_any_byte_of_any_file_that_changes_is_found(drained: dict[bool, Path], form: str, tmp_path: Path) -> None:
     store = Directory(str(shutil.copytree(drained[True], tmp_path / "d")))
-    (listed,) = (one for one in list_checkpoints(store) if one.step == 1)
+    (listed,) = (checkpoint for checkpoint in list_checkpoints(store) if checkpoint.step == 1)
     folder, alone = tmp_path / "d" / listed.folder, World(None, this_node(), 60.0)
     _, wrong, found = on_disk.verify(alone, store, listed, lambda _: None)
     assert wrong == [] and found is not None and found.document is not None
@@ -246,22 +242,18 @@ def test_a_key_that_cannot_be_used_ends_the_start(shm: Path, tmp_path: Path, key
     assert (tmp_path / "d/step-00000001/provenance.json.sig").stat().st_size == 64
 
 
-def test_what_is_scavenged_says_so_and_is_signed_by_the_key_of_the_environment(
-    shm: Path, tmp_path: Path, keys: tuple[Path, Path, Path]
-) -> None:
+def test_what_is_scavenged_says_so_and_is_signed(shm: Path, tmp_path: Path, keys: tuple[Path, Path, Path]) -> None:
     """And it says what the trainer said: its versions, and what was given there."""
     options: dict[str, Any] = {"job": "j", "memory": str(shm), "redundancy": "none", "provenance": GIVEN}
     with mlflash.Checkpointer(tmp_path / "d", **options) as ckpt:
         ckpt.save(5, state_at(5)).wait()
     call = [MLFLASH, "inspect", "5", "--job", "j", "--memory", shm]
-    text = subprocess.run(call, capture_output=True, text=True, timeout=60, check=True).stdout
+    text = ran(*call).stdout
     assert f"\nprovenance: mlflash {mlflash.__version__}, python 3." in text and '; {"git": "0a1b", "seed": 1' in text
-    told = json.loads(subprocess.run([*call, "--json"], capture_output=True, timeout=60, check=True).stdout)
+    told = json.loads(ran(*call, "--json").stdout)
     versions = loaded_versions()
     assert versions["torch"] == torch.__version__ and told["provenance"] == {"versions": versions, "given": GIVEN}
-    done = subprocess.run([MLFLASH, "scavenge", tmp_path / "d", "--job", "j", "--memory", shm], capture_output=True,
-                          text=True, timeout=60, env={**os.environ, "MLFLASH_SIGN_KEY": str(keys[0])})  # fmt: skip
-    assert done.returncode == 0, done
+    ran(MLFLASH, "scavenge", tmp_path / "d", "--job", "j", "--memory", shm, MLFLASH_SIGN_KEY=keys[0])
     text = verify(tmp_path / "d", shm, "--key", keys[1], code=0).stdout
     assert "drained by `mlflash scavenge`" in text and "signed by this key; it holds" in text
     document = json.loads((tmp_path / "d/step-00000005/provenance.json").read_text())

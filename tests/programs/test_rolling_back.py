@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
-from waiting import PATIENCE_S, until
+from processes import ran
+from waiting import until
 
 import mlflash
 from mlflash.errors import StepNotFound, Unrestorable
@@ -21,9 +21,15 @@ def options(shm: Path, **more: Any) -> dict[str, Any]:
     return {"memory": str(shm), "job": "j", "redundancy": "none", **more}
 
 
-def mlflash_command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "mlflash", *words], timeout=PATIENCE_S, capture_output=True, text=True,
-                          check=False)  # fmt: skip
+def command(shm: Path, *words: object, job: str = "j", code: int = 0) -> str:
+    """What a command of mlflash prints about a job."""
+    done = ran(sys.executable, "-m", "mlflash", *words, "--job", job, "--memory", shm, code=code)
+    assert not done.stderr
+    return done.stdout
+
+
+def clean(shm: Path, job: str = "j") -> None:
+    ran(sys.executable, "-m", "mlflash", "clean", job, "--memory", shm)
 
 
 def save(ckpt: mlflash.Checkpointer, *steps: int, bad: int | None = None) -> None:
@@ -43,17 +49,14 @@ def test_the_command_marks_a_step_bad_and_good_again(shm: Path) -> None:
     settings = options(shm)
     with mlflash.Checkpointer(**settings) as ckpt:
         save(ckpt, 1, 2)
-        done = mlflash_command("mark", "2", "--bad", "--job", "j", "--memory", str(shm))  # while it is alive
-        assert (done.returncode, done.stdout) == (0, "step 2 is marked bad in memory (1 node)\n"), done.stderr
+        assert command(shm, "mark", "2", "--bad") == "step 2 is marked bad in memory (1 node)\n", "while it is alive"
     assert restored(settings) == 1
     with mlflash.Checkpointer(**settings) as ckpt:
         ckpt.restore({"w": np.zeros(1000)})
         save(ckpt, 3)
-    nowhere = mlflash_command("mark", "7", "--job", "j", "--memory", str(shm))
-    assert nowhere.returncode == 1
-    assert nowhere.stdout == "step 7 of job j was not found on these nodes or in --directory\n"
-    done = mlflash_command("mark", "3", "--good", "--json", "--job", "j", "--memory", str(shm))
-    assert json.loads(done.stdout)["verdict"] == "good"
+    nowhere = command(shm, "mark", "7", code=1)
+    assert nowhere == "step 7 of job j was not found on these nodes or in --directory\n"
+    assert json.loads(command(shm, "mark", "3", "--good", "--json"))["verdict"] == "good"
     assert restored(settings, certified=True) == 3
 
 
@@ -64,32 +67,26 @@ def test_what_is_drained_and_marked_bad_hides_nothing_that_is_good(shm: Path, tm
         ckpt.drain()
         ckpt.wait_drained()
         ckpt.mark_bad(2)
-    where = ("--job", "j", "--memory", str(shm))
     bad = "drained, but marked bad, and restored only if you ask for the step: 2\n"
-    shown = mlflash_command("status", *where, "--directory", str(tmp_path))
-    assert (shown.returncode, f"{bad}drained: nothing else in {tmp_path}" in shown.stdout) == (0, True), shown.stdout
-    taken = mlflash_command("scavenge", str(tmp_path), *where)
-    assert (taken.returncode, "step 1 was drained to" in taken.stdout) == (0, True), taken.stdout + taken.stderr
-    mlflash_command("clean", "j", "--memory", str(shm))
-    shown = mlflash_command("status", *where, "--directory", str(tmp_path))
-    assert bad in shown.stdout and "drained: step 1, " in shown.stdout and shown.returncode == 0, shown.stdout
+    assert f"{bad}drained: nothing else in {tmp_path}" in command(shm, "status", "--directory", tmp_path)
+    ran(sys.executable, "-m", "mlflash", "scavenge", tmp_path, "--job", "j", "--memory", shm)
+    clean(shm)
+    shown = command(shm, "status", "--directory", tmp_path)
+    assert bad in shown and "drained: step 1, " in shown, shown
     assert restored(options(shm), tmp_path) == 1
 
 
-def test_where_all_that_is_there_is_marked_bad_training_does_not_begin_anew_without_a_word(
-    shm: Path, tmp_path: Path
-) -> None:
+def test_where_all_is_marked_bad_training_does_not_begin_anew_without_a_word(shm: Path, tmp_path: Path) -> None:
     with mlflash.Checkpointer(tmp_path, **options(shm, drain_every=1)) as ckpt:
         save(ckpt, 1)
         ckpt.wait_drained()
         ckpt.mark_bad(1)
     with pytest.raises(Unrestorable, match="step 1: it was marked bad"):
         restored(options(shm))
-    mlflash_command("clean", "j", "--memory", str(shm))
-    for command in ("status", "list"):
-        found = mlflash_command(command, "--job", "j", "--memory", str(shm), "--directory", str(tmp_path), "--json")
-        told = json.loads(found.stdout)["directory"]["checkpoints"]
-        assert found.returncode == 1 and [one["values"] for one in told] == ["bad"], found.stdout + found.stderr
+    clean(shm)
+    for name in ("status", "list"):
+        shown = json.loads(command(shm, name, "--directory", tmp_path, "--json", code=1))
+        assert [checkpoint["values"] for checkpoint in shown["directory"]["checkpoints"]] == ["bad"], shown
     with pytest.raises(Unrestorable, match="step 1: step-00000001: it was marked bad"):
         restored(options(shm), tmp_path)
 
@@ -106,17 +103,17 @@ def test_what_is_drained_has_its_verdict_and_comes_back_by_the_same_rules(shm: P
     elsewhere = options(shm, job="other")
     for wanted, step in (({"certified": True}, 1), ({"before": 3}, 2), ({"before": 2}, 1)):
         assert restored(elsewhere, tmp_path, **wanted) == step
-        mlflash_command("clean", "other", "--memory", str(shm))
-    done = mlflash_command("mark", "3", "--job", "other", "--memory", str(shm), "--directory", str(tmp_path))
-    assert done.stdout == "step 3 is marked bad in step-00000003\n", done.stderr
+        clean(shm, "other")
+    said = command(shm, "mark", "3", "--directory", tmp_path, job="other")
+    assert said == "step 3 is marked bad in step-00000003\n"
     assert restored(elsewhere, tmp_path) == 2
-    mlflash_command("clean", "other", "--memory", str(shm))
+    clean(shm, "other")
     (tmp_path / "step-00000001" / "verdict").write_text("nonsense")
     with pytest.raises(StepNotFound, match="there is no step that is certified"):
         restored(elsewhere, tmp_path, certified=True)
 
 
-def test_the_newest_certified_one_stays_in_the_directory_whatever_keep_last_says(shm: Path, tmp_path: Path) -> None:
+def test_the_newest_certified_one_stays_despite_keep_last(shm: Path, tmp_path: Path) -> None:
     settings, first = options(shm, certify_after=1, drain_every=1, keep_last=2), tmp_path / "step-00000001/verdict"
     with mlflash.Checkpointer(tmp_path, **settings) as ckpt:
         for step in range(1, 7):
@@ -143,12 +140,8 @@ raise SystemExit(0 if start == 2 else 9)
 
 
 @needs.MPI
-def test_mlflash_run_goes_back_to_the_certified_step_where_what_was_saved_last_is_nan(
-    shm: Path, tmp_path: Path
-) -> None:
-    command = [sys.executable, "-m", "mlflash", "run", "-N", "1", "--job", "j", "--memory",
-               str(shm), "--look-every", "0.5", "--", sys.executable, "-c", PROGRAM]  # fmt: skip
-    ended = subprocess.run(command, cwd=tmp_path, timeout=PATIENCE_S, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+def test_mlflash_run_goes_back_from_nan_to_the_certified_step(shm: Path, tmp_path: Path) -> None:
+    ended = ran(sys.executable, "-m", "mlflash", "run", "-N", 1, "--job", "j", "--memory", shm, "--look-every", 0.5,
+                "--", sys.executable, "-c", PROGRAM, cwd=tmp_path)  # fmt: skip
     assert "the next start goes back to step 2, which is certified" in ended.stderr
     assert "from 2" in ended.stdout

@@ -135,11 +135,11 @@ class Poll:
         self._socket: Socket
         self._pidfd: int
 
-    def register(self, what: Any, _: int) -> None:
-        if isinstance(what, Socket):
-            self._socket = what
+    def register(self, watched: Any, _: int) -> None:
+        if isinstance(watched, Socket):
+            self._socket = watched
         else:
-            self._pidfd = what
+            self._pidfd = watched
 
     def poll(self) -> list[tuple[int, int]]:
         self._socket._kernel.point("poll")

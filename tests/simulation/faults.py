@@ -161,7 +161,7 @@ def _reached(points: Iterable[str], setting: Setting, phase: str, is_lost: bool)
     """The crash points that a phase of this setting may reach."""
     moves = "transfer" if setting.scheme.startswith("copy") else "parity"
     if phase == "saving":
-        kinds = {"stage", "protect", "commit", moves} | {_POINTS_OF.get(one, "") for one in setting.special}
+        kinds = {"stage", "protect", "commit", moves} | {_POINTS_OF.get(kind, "") for kind in setting.special}
         return [point for point in points if point.partition(".")[0] in kinds]
     kinds = {"restore", "reprotect"} | ({moves, "transfer"} if is_lost else set())
     left_out = set() if is_lost else _MADE_AGAIN

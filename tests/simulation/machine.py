@@ -124,9 +124,9 @@ def _replace_modules() -> None:
     stands_for = {"threading": threads.Threading(), "queue": threads.Queues()}
     for name, loaded in list(sys.modules.items()):
         if name.startswith("mlflash"):
-            for attribute, ours in stands_for.items():
+            for attribute, replacement in stands_for.items():
                 if getattr(loaded, attribute, None) is sys.modules[attribute]:
-                    setattr(loaded, attribute, ours)
+                    setattr(loaded, attribute, replacement)
             if getattr(loaded, "Event", None) is real_event:
                 loaded.Event = threads.Event
 

@@ -249,8 +249,8 @@ class Comm:
         return Group(self.members)
 
     @staticmethod
-    def Compare(one: Comm, other: Comm) -> int:
-        return Mpi.IDENT if one.members == other.members else Mpi.UNEQUAL
+    def Compare(comm: Comm, other: Comm) -> int:
+        return Mpi.IDENT if comm.members == other.members else Mpi.UNEQUAL
 
     def _wait(self, request: Request) -> None:
         while not request.Test():

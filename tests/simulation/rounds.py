@@ -238,9 +238,9 @@ class Supervisor:
             self._burn(self.membership.hosts[plan.who])
         else:
             self._has_courier_died |= plan.dies == "courier"
-            both = plan.dies == "courier" or random.random() < 0.5
-            those = [courier for courier in couriers.processes() if courier.parent in seated and both]
-            history.die([*those, *(seated if plan.dies == "rank" else [])])
+            with_couriers = plan.dies == "courier" or random.random() < 0.5
+            killed = [courier for courier in couriers.processes() if courier.parent in seated and with_couriers]
+            history.die([*killed, *(seated if plan.dies == "rank" else [])])
         if plan.second:
             other = random.choice(everyone)
             self._launch.ends_at[other] = other.points + plan.second

@@ -128,9 +128,9 @@ class Scheduler:
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         self._push(self.now + seconds, None, call)
 
-    def _push(self, when: float, task: Task | None, what: Any) -> None:
+    def _push(self, when: float, task: Task | None, action: Any) -> None:
         self._timer_numbers += 1
-        heapq.heappush(self._timers, (when, self._timer_numbers, task, what))
+        heapq.heappush(self._timers, (when, self._timer_numbers, task, action))
 
     # Tasks
 
@@ -295,10 +295,10 @@ class Scheduler:
 
     def _fire(self) -> None:
         while self._timers and self._timers[0][0] <= self.now:
-            _, _, task, what = heapq.heappop(self._timers)
+            _, _, task, action = heapq.heappop(self._timers)
             if task is None:
-                what()
-            elif task.wakes == what and task.process.is_alive and not task.done:
+                action()
+            elif task.wakes == action and task.process.is_alive and not task.done:
                 task.wakes += 1
                 task.due, task.timed_out = None, True
                 self._ready.append(task)

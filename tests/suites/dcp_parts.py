@@ -32,11 +32,11 @@ def checkpointer(path: _AnyPath) -> Checkpointer:
 def close_all() -> None:
     """Close them, or give them up where a test has failed. Collective."""
     while _open:
-        _, one = _open.popitem()
+        _, part = _open.popitem()
         if sys.exc_info()[0] is None:
-            one.close()
+            part.close()
         else:
-            one.abandon()
+            part.abandon()
 
 
 class _OfPaths:

@@ -47,7 +47,7 @@ def around() -> contextlib.AbstractContextManager[None]:
         make(model, *args, **{"device_id": CPU, **kwargs})
 
     def to_cpu(model: Any, *args: Any, **kwargs: Any) -> Any:
-        return move(model, *(CPU if type(one) is int else one for one in args), **kwargs)
+        return move(model, *(CPU if type(argument) is int else argument for argument in args), **kwargs)
 
     more = [(module, "skip_if_lt_x_gpu", asks_for_gpus) for module in (common_distributed, common_dtensor)]
     more += [(common_dtensor.DTensorTestBase, "init_pg", over_gloo), (FullyShardedDataParallel, "__init__", on_cpu),

@@ -33,7 +33,7 @@ def run(suite: Suite, checkout: Path, results: Path, parts: str) -> verdict.Outc
     shutil.rmtree(results, ignore_errors=True)
     results.mkdir(parents=True)
     with own_memory() as memory, (results / "log").open("w") as out:
-        paths = [*(path for each in suite.paths for path in glob.glob(str(checkout / each))), SUPPORT, TESTS]
+        paths = [*(path for pattern in suite.paths for path in glob.glob(str(checkout / pattern))), SUPPORT, TESTS]
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "SLURM", "MLFLASH"))}
         own = {
             "SUITE": suite.name, "SUITE_PARTS": parts, "PYTHONPATH": os.pathsep.join(map(str, paths)),

@@ -40,7 +40,7 @@ class Suite:
         return max((*source.glob(self.checkout), *source.glob(f"{self.checkout}-*")), default=None)
 
     def arguments(self, checkout: Path) -> list[str]:
-        return [one for one in self.tests if not one.endswith(".py") or (checkout / one).exists()]
+        return [test for test in self.tests if not test.endswith(".py") or (checkout / test).exists()]
 
     def version(self, checkout: Path) -> str:
         """What a checkout is: the rest of its folder's name, or what git says of it; and what is tested with it."""

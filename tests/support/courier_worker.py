@@ -1,4 +1,4 @@
-"""A trainer without MPI; tests/programs/test_courier_process.py says what it is to do."""
+"""A trainer without MPI; tests/programs/test_couriers.py says what it is to do."""
 
 from __future__ import annotations
 
@@ -32,29 +32,26 @@ def state_at(step: int) -> dict[str, Any]:
     return {"own": random.integers(0, 256, 100_000 + 1000 * RANK, dtype=np.uint8), "step": step}
 
 
-def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+def is_same(state: dict[str, Any], other: dict[str, Any]) -> bool:
+    return state.keys() == other.keys() and all(np.array_equal(state[name], other[name]) for name in state)
 
 
 def train(settings: dict[str, Any], kills: str = "") -> None:
     """Restore, save three steps, and lose a courier or an agent: see `_lose_the_courier`."""
     logging.getLogger("mlflash").addHandler(_Note())
-    if kills == f"first agent {RANK}":
-        _kill_the_agent_at("next_epoch")
-    if kills == f"meeting agent {RANK}":
-        _kill_the_agent_at("_take_seat")
+    for when, method in (("first", "next_epoch"), ("meeting", "_take_seat")):
+        if kills == f"{when} agent {RANK}":
+            _kill_the_agent_at(method)
     with mlflash.Checkpointer(**settings) as ckpt:
         state = state_at(0)
         start = ckpt.restore(state)
-        note("restored", rank=RANK, step=start, same=is_same(state, state_at(start or 0)),
-             has_mpi="libmpi" in Path("/proc/self/maps").read_text())  # fmt: skip
+        note("restored", rank=RANK, step=start, same=is_same(state, state_at(start or 0)))
         for step in range((start or 0) + 1, (start or 0) + 4):
             ckpt.save(step, state_at(step)).wait()
             note("committed", rank=RANK, step=step)
         if kills:
             _lose_the_courier(ckpt, kills)
-            return
-        note("end", rank=RANK, steps=ckpt.steps(), report=ckpt.report(), survives=ckpt.survives)
+        note("end", rank=RANK, steps=ckpt.steps(), report=ckpt.report())
 
 
 def _kill_the_agent_at(name: str) -> None:
@@ -75,7 +72,6 @@ def _lose_the_courier(ckpt: mlflash.Checkpointer, kills: str) -> None:
     "agent 0" kills the agent of that rank, and its next two while they start; "first agent 0" and "meeting agent 0"
     were killed before.
     """
-    start = time.perf_counter()
     if kills == "busy":  # in the middle of a save, as a rule
         ckpt.save(99, state_at(99))
     if kills == f"agent {RANK}":
@@ -88,8 +84,7 @@ def _lose_the_courier(ckpt: mlflash.Checkpointer, kills: str) -> None:
         if kills == "twice":
             until(lambda: ckpt._courier._connection.pid != first, "the next courier", look_s=0.0005)
             os.kill(ckpt._courier._connection.pid, signal.SIGKILL)
-    note("again", rank=RANK, step=_save_until_committed(ckpt, 100), seconds=time.perf_counter() - start)
-    note("end", rank=RANK, steps=ckpt.steps(), report=ckpt.report())
+    note("again", rank=RANK, step=_save_until_committed(ckpt, 100))
 
 
 def mpi_fails(settings: dict[str, Any], point: str) -> None:
@@ -134,7 +129,7 @@ def cycle(settings: dict[str, Any], times: int) -> None:
             with mlflash.Checkpointer(**settings | {"job": "other"}) as other:
                 other.save(number + 1, {"a": number}).wait()
             ckpt.save(number + 1, {"a": number}).wait()
-        left.append([len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")])
+        left.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")])
     least = [min(numbers) for numbers in zip(*left[:3], strict=True)]
     until(lambda: len(os.listdir("/proc/self/task")) <= least[0], f"the threads of {left} to end")
     until(lambda: len(os.listdir("/proc/self/fd")) <= least[1] + 1, f"the descriptors of {left} to be closed")
@@ -166,29 +161,35 @@ ENDS_ALL = ("raises", "interrupted")
 
 
 def leave(how: str) -> None:
-    if how == "raises":
-        raise ValueError("a fault of the training")
     if how == "interrupted":
         raise KeyboardInterrupt
-    if how == "executes":
-        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(100)"])
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
+    end(how, os.getpid(), "import time; time.sleep(100)")
+
+
+def end(how: str, pid: int, program: str = "pass") -> None:
+    """Let this process come to its end, or another one, in one of several ways."""
+    signals = {"killed": signal.SIGKILL, "terminated": signal.SIGTERM, "hung up": signal.SIGHUP,
+               "stopped": signal.SIGSTOP}  # fmt: skip
+    if how == "raises":
+        raise ValueError("a fault of the training")
+    if how == "exits":
+        sys.exit(3)
     if how == "exits at once":
         os._exit(3)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
-    os.kill(os.getpid(), {"killed": signal.SIGKILL, "terminated": signal.SIGTERM, "hung up": signal.SIGHUP}[how])
+    if how == "executes":
+        os.execv(sys.executable, [sys.executable, "-c", program])
+    os.kill(pid, signals.get(how, signal.SIGKILL))
 
 
 def _save_until_committed(ckpt: mlflash.Checkpointer, first: int) -> int:
-    reasons = []
     for step in range(first, first + 20):
         try:
             ckpt.save(step, state_at(step)).wait(PATIENCE_S)
+            return step
         except mlflash.errors.MlflashError as error:
             note("failed", rank=RANK, step=step, why=str(error))
-            reasons.append(f"{time.perf_counter():.3f} {step}: {error}")
-        else:
-            return step
-    raise AssertionError("\n".join(["no save was committed", *reasons]))
+    raise AssertionError("no save was committed")
 
 
 def out_of_step(settings: dict[str, Any], late: bool) -> None:
@@ -234,23 +235,18 @@ def abandoned(settings: dict[str, Any], point: str, dies: str) -> None:
     until(lambda: len([*OUT.glob("left*")]) == size, "all ranks to have given up")
     if RANK == 1:
         os.kill(courier, signal.SIGCONT)
+    look(settings, saves=True)
+
+
+def look(settings: dict[str, Any], saves: bool = False) -> None:
+    """Restore, and note the step and whose content it has: that of 1 to 3, or of what is saved afterwards."""
     with mlflash.Checkpointer(**settings) as ckpt:
-        step = look(ckpt)
-        ckpt.save(step + 1, state_at(100 + step + 1)).wait()
-
-
-def look(ckpt: mlflash.Checkpointer) -> int:
-    """Restore, and note the step and whose content it has: that of 1 to 3, or of what was saved afterwards."""
-    state = state_at(0)
-    step = ckpt.restore(state) or 0
-    content = [number for number in (step, 100 + step) if is_same(state | {"step": number}, state_at(number))]
-    note("restored", rank=RANK, step=step, content=content)
-    return step
-
-
-def only_look(settings: dict[str, Any]) -> None:
-    with mlflash.Checkpointer(**settings) as ckpt:
-        look(ckpt)
+        state = state_at(0)
+        step = ckpt.restore(state) or 0
+        content = [number for number in (step, 100 + step) if is_same(state | {"step": number}, state_at(number))]
+        note("restored", rank=RANK, step=step, content=content)
+        if saves:
+            ckpt.save(step + 1, state_at(100 + step + 1)).wait()
 
 
 def later(settings: dict[str, Any]) -> None:

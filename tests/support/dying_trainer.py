@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import records
-from courier_worker import is_same, state_at
+from courier_worker import end, is_same, state_at
 from traps import set_traps
 from waiting import PATIENCE_S, hang, take, until
 
@@ -63,23 +63,23 @@ def main(
     elif rank == RANK:
         pids = {"trainer": os.getpid(), "courier": couriers.courier.pid, "agent": couriers.agent.pid}
         note("victim", pid=pids[who])
-        meet(pids[who], how)
+        if how == "killed with children":
+            have_children()
+        end(how, pids[who])
     elif how == "raises":
         hang()
     if patient:
         for step in (3, 4):
             wait_until_committed(ckpt.save(step, state_at(step)))
         note("end", steps=ckpt.steps())
-        ckpt.close()
-        return
-    # Not asked of `steps`, which may be interrupted on one rank only, as a victim may take a while to die.
-    note("end", steps=[save_until_one_is_committed(ckpt)])
+    else:  # not asked of `steps`, which may be interrupted on one rank only, as a victim may take a while to die
+        note("end", steps=[save_until_one_is_committed(ckpt)])
     ckpt.close()
 
 
 def save_until_one_is_committed(ckpt: mlflash.Checkpointer) -> int:
     """Save one step after the other; gives the last one."""
-    end = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S
     for step in itertools.count(3):
         note("saving")
         try:
@@ -88,7 +88,7 @@ def save_until_one_is_committed(ckpt: mlflash.Checkpointer) -> int:
         except mlflash.errors.SaveFailed as error:  # a courier has ended: the next one goes on, if there may be one
             if "has left the job" in str(error):
                 break
-            assert time.monotonic() < end, error
+            assert time.monotonic() < deadline, error
     return step
 
 
@@ -115,22 +115,12 @@ def save_and_die(ckpt: mlflash.Checkpointer, step: int, saves: int, rank: int) -
     hang()
 
 
-def meet(pid: int, how: str) -> None:
-    numbers = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "hung up": signal.SIGHUP}
-    if how == "raises":
-        raise ValueError("a fault of the training")
-    if how == "exits":
-        sys.exit(3)
-    if how == "exits at once":
-        os._exit(3)
-    if how == "executes":
-        os.execv(sys.executable, [sys.executable, "-c", "pass"])
-    if how == "killed with children":  # as a DataLoader has them, which hold all descriptors
-        for _ in range(4):
-            if os.fork() == 0:
-                until((OUT / "go").exists, "the test to let the children go")
-                os._exit(0)
-    os.kill(pid, numbers.get(how, signal.SIGKILL))
+def have_children() -> None:
+    """Fork processes as a DataLoader has them, which hold all descriptors."""
+    for _ in range(4):
+        if os.fork() == 0:
+            until((OUT / "go").exists, "the test to let the children go")
+            os._exit(0)
 
 
 if __name__ == "__main__":

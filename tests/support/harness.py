@@ -20,11 +20,13 @@ from typing import Any
 from processes import described, free_port, left_here, runs, send, started_by, state, uses, with_variable
 from waiting import PATIENCE_S, until
 
+from mlflash.launch import courier_mpi
 from mlflash.run.processes import mpiexec, signal_group, spawn
 
 SUPPORT = Path(__file__).parent
 TESTS = SUPPORT.parent
 UID = os.getuid()
+Env = dict[str, str] | None
 LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node={}"],
     "accelerate": ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes={}", "--num_machines=1",
@@ -43,18 +45,13 @@ def own_memory() -> Iterator[Path]:
     try:
         yield path
     finally:
-        for launch in [one for one in live if one.out.is_relative_to(path)]:  # its test ran out of time
+        for launch in [launch for launch in live if launch.out.is_relative_to(path)]:  # its test ran out of time
             launch.kill()
-        _kill_orphans(path)
+        orphans = with_variable(f"\0OUT={path}/")  # couriers that outlive their trainers
+        send(signal.SIGKILL, orphans)
+        until(lambda: not any(map(runs, orphans)), "the end of what outlived its trainers")
         until(lambda: not [pid for pid in left_here() if uses(pid, path)], "the end of those that remove files")
         shutil.rmtree(path)
-
-
-def _kill_orphans(path: Path) -> None:
-    """Kill couriers that outlive their trainers, whose records are below a path."""
-    pids = with_variable(f"\0OUT={path}/")
-    send(signal.SIGKILL, pids)
-    until(lambda: not any(map(runs, pids)), "the end of what outlived its trainers")
 
 
 @dataclasses.dataclass
@@ -100,10 +97,8 @@ class Cluster:
     def slot_files(self) -> list[Path]:
         return sorted(self.root.glob(f"node*/mlflash-{UID}/{self.job}/slot-*"))
 
-    def start(
-        self, ranks: int, script: str, *args: str, env: dict[str, str] | None = None, before: Sequence[str] = (),
-        launcher: str = "mpiexec",
-    ) -> Launch:  # fmt: skip
+    def start(self, ranks: int, script: str, *args: str, env: Env = None, before: Sequence[str] = (),
+              launcher: str = "mpiexec") -> Launch:  # fmt: skip
         """Start a script, by its path in tests/, on so many ranks.
 
         Args:
@@ -132,15 +127,16 @@ class Cluster:
             environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         return Launch([*before, *command], environment, out)
 
-    def run(
-        self, ranks: int, script: str, *args: str, timeout: float = PATIENCE_S, env: dict[str, str] | None = None,
-        launcher: str = "mpiexec",
-    ) -> Result:  # fmt: skip
+    def run(self, ranks: int, script: str, *args: str, timeout: float = PATIENCE_S, env: Env = None,
+            launcher: str = "mpiexec") -> Result:  # fmt: skip
         return self.start(ranks, script, *args, env=env, launcher=launcher).wait(timeout)
 
-    def train(self, ranks: int, **spec: object) -> Result:
-        """Run support/worker.py to its end; ``spec`` is what its ``train`` takes."""
-        return self.run(ranks, "support/worker.py", json.dumps(spec))
+    def begin(self, ranks: int, env: Env = None, before: Sequence[str] = (), **spec: Any) -> Launch:
+        """Start support/worker.py; ``spec`` is its program, by default ``train``, and what that takes."""
+        return self.start(ranks, "support/worker.py", json.dumps(spec), env=env, before=before)
+
+    def train(self, ranks: int, env: Env = None, **spec: Any) -> Result:
+        return self.begin(ranks, env, **spec).wait()
 
 
 def read_records(folder: Path, event: str = "") -> list[dict[str, Any]]:
@@ -154,7 +150,7 @@ def read_records(folder: Path, event: str = "") -> list[dict[str, Any]]:
 
 
 class PlainRanks:
-    """Processes that no launcher has started: each only has what torchrun would tell it. Close them.
+    """Processes that no launcher has started: each only has what torchrun would tell it. A ``with`` block kills them.
 
     Args:
         out: folder that gets their records and a log.
@@ -163,7 +159,7 @@ class PlainRanks:
         env: their environment, in which {rank} is the rank; None: that of this process.
     """
 
-    def __init__(self, out: Path, size: int, words: Sequence[str], env: dict[str, str] | None = None):
+    def __init__(self, out: Path, size: int, words: Sequence[str], env: Env = None):
         self.out = out
         names = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "{rank}",
                  "OUT": str(out), "OMP_NUM_THREADS": "1", **(os.environ if env is None else env)}  # fmt: skip
@@ -184,7 +180,10 @@ class PlainRanks:
     def wait(self) -> list[int]:
         return [process.wait(PATIENCE_S) for process in self.processes]
 
-    def close(self) -> None:
+    def __enter__(self) -> PlainRanks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         for process in self.processes:
             process.kill()
             process.wait(PATIENCE_S)
@@ -196,35 +195,32 @@ live: set[Launch] = set()
 class Launch:
     def __init__(self, command: list[str], env: dict[str, str], out: Path):
         self.out = out
-        self._before = _mpi_files()
+        self._segments = segments()
         with (out / "log").open("a") as log:
             self._process = spawn(command, env=env, stdout=log, stderr=log)
         live.add(self)
 
-    def records(self) -> list[dict[str, Any]]:
-        return read_records(self.out)
+    def records(self, event: str = "") -> list[dict[str, Any]]:
+        return read_records(self.out, event)
 
     def wait_for(self, event: str, count: int, timeout: float = PATIENCE_S) -> list[dict[str, Any]]:
         """Wait until so many records of an event are there."""
 
-        def noted() -> list[dict[str, Any]]:
-            return [r for r in self.records() if r["event"] == event]
-
         def is_decided() -> bool:
             ended = self._process.poll() is not None  # asked first: what it noted before it ended counts
-            return len(noted()) >= count or ended
+            return len(self.records(event)) >= count or ended
 
         with contextlib.suppress(AssertionError):
             until(is_decided, event, timeout)
-        found = noted()
-        if len(found) >= count:
-            return found
+        records = self.records(event)
+        if len(records) >= count:
+            return records
         state = self._state()
         self.kill()
         raise AssertionError(f"no {count} x {event!r}:\n{state}")
 
     def pids(self) -> dict[int, int]:
-        return {r["rank"]: r["pid"] for r in self.records() if r["event"] == "start"}
+        return {r["rank"]: r["pid"] for r in self.records("start")}
 
     def signal(self, ranks: list[int], number: int = signal.SIGKILL) -> None:
         """Send a signal to ranks, as nearly at once as can be."""
@@ -243,7 +239,13 @@ class Launch:
         self._kill_what_is_left()
         until(lambda: not any(map(runs, pids)), "the end of the ranks that were killed")
         live.discard(self)
-        self._sweep()
+        remove_segments(self._segments)
+
+    def stop(self, rank: int) -> None:
+        """Stop a rank; when this returns none of its threads runs any more."""
+        self.signal([rank], signal.SIGSTOP)
+        pid = self.pids()[rank]
+        until(lambda: not runs(pid), f"rank {rank} to stop")
 
     def wait(self, timeout: float = PATIENCE_S) -> Result:
         """Wait for the end; a job that hangs is killed and fails the test."""
@@ -266,7 +268,7 @@ class Launch:
         # mpiexec may be gone before its ranks are.
         until(lambda: not self._lives(), "the ranks end after mpiexec")
         live.discard(self)
-        self._sweep()
+        remove_segments(self._segments)
         return Result(self._process.returncode, self._text(), self.records())
 
     def _kill_beside_the_dead(self, end: float) -> None:
@@ -293,19 +295,6 @@ class Launch:
         """All processes of this launch, whoever is their parent now."""
         return with_variable(f"\0OUT={self.out}\0")
 
-    def _sweep(self) -> None:
-        """Delete what MPI left in /dev/shm because its processes were killed; nothing that is still mapped."""
-        left = _mpi_files() - self._before
-        if left:
-            mapped = set()
-            for maps in Path("/proc").glob("[0-9]*/maps"):
-                try:
-                    mapped |= {line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
-                except OSError:  # it ended meanwhile
-                    continue
-            for path in left - mapped:
-                Path(path).unlink(missing_ok=True)
-
     def _text(self) -> str:
         return (self.out / "log").read_text()[-60_000:]
 
@@ -323,24 +312,28 @@ def _state_of(pid: int) -> str:
         return "it has ended"
 
 
-def _mpi_files() -> set[str]:
-    return {str(path) for path in Path("/dev/shm").glob("mpich_shm_*")}
+def segments() -> set[str]:
+    """Shared memory that MPI has made."""
+    return {path.name for path in Path("/dev/shm").iterdir() if courier_mpi.is_segment(path.name)}
+
+
+def remove_segments(before: set[str]) -> None:
+    """Delete what MPI has left since, because its processes were killed; nothing that is still mapped."""
+    courier_mpi.remove_unmapped(segments() - before)
 
 
 def _has_died(pid: int) -> bool:
     """Whether a process has ended otherwise than well, and its launcher has not looked."""
-    try:
+    with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return False
-    return fields[0] == "Z" and fields[-1] != "0"
+        return fields[0] == "Z" and fields[-1] != "0"
+    return False
 
 
 def _alive(pid: int) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         return state(Path(f"/proc/{pid}/stat")) != "Z"
-    except OSError:
-        return False
+    return False
 
 
 class Memories:
@@ -350,7 +343,7 @@ class Memories:
         self._root = root
         self._made: dict[str, Path] = {}
 
-    def give(self, cluster: Cluster, ranks: int, step: int, env: dict[str, str] | None, spec: dict[str, Any]) -> None:
+    def give(self, cluster: Cluster, ranks: int, step: int, env: Env, spec: dict[str, Any]) -> None:
         """Copy into an empty cluster what such a job left."""
         kind = json.dumps([ranks, cluster.ranks_per_node, cluster.job, cluster.transport, step, env, spec])
         if kind not in self._made:
@@ -366,7 +359,7 @@ class Memories:
 memories: Memories | None = None  # of this session of pytest, see faults/conftest.py
 
 
-def train_and_die(cluster: Cluster, ranks: int, step: int, env: dict[str, str] | None = None, **spec: Any) -> None:
+def train_and_die(cluster: Cluster, ranks: int, step: int, env: Env = None, **spec: Any) -> None:
     """Train up to a committed step, then every process dies at once.
 
     A job that was killed alike before is not started again, where the cluster is empty: its memory is copied.
@@ -378,9 +371,9 @@ def train_and_die(cluster: Cluster, ranks: int, step: int, env: dict[str, str] |
         memories.give(cluster, ranks, step, env, spec)
 
 
-def _train_and_die(cluster: Cluster, ranks: int, step: int, env: dict[str, str] | None, spec: dict[str, Any]) -> None:
+def _train_and_die(cluster: Cluster, ranks: int, step: int, env: Env, spec: dict[str, Any]) -> None:
     spec = {**spec, "last": step, "die_at": step, "die": "all"}
-    result = cluster.run(ranks, "support/worker.py", json.dumps(spec), env=env)
+    result = cluster.train(ranks, env, **spec)
     assert [r["step"] for r in result.of("committed")].count(step) == ranks, result.log
     assert not result.of("end")
 

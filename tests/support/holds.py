@@ -68,11 +68,6 @@ def happens_at(point: str) -> str:
         return ""
 
 
-def is_held(point: str) -> bool:
-    """Whether a test holds what comes to a point now."""
-    return bool(happens_at(point))
-
-
 def let_go() -> None:
     """Let everything go on that is held, and hold nothing more."""
     for path in Path(os.environ[_FOLDER]).iterdir():

@@ -66,7 +66,7 @@ def changed_after_its_check() -> None:
 
     def check_up_to(source: transfer.Source, block: int) -> None:
         really(source, block)
-        if holds.is_held("changed") and not changed:
+        if holds.happens_at("changed") and not changed:
             source.slot.body(source.extents)[1000] ^= 1
             changed.append(block)
 
@@ -100,7 +100,7 @@ def _changed_when_coded(with_its_check: bool) -> None:
 
     def read(blocks: _GroupBlocks, unit: Unit) -> tuple[np.ndarray, int]:
         raw, check = really(blocks, unit)
-        if holds.is_held("changed") and unit.block == 2:
+        if holds.happens_at("changed") and unit.block == 2:
             raw = raw.copy()
             raw[1000] ^= 1
             check = xxhash.xxh3_64_intdigest(raw.data) if with_its_check else check
@@ -124,7 +124,7 @@ def damaged_on_its_way() -> None:
     from mlflash.restore import fetch
 
     def digest(raw: Any) -> int:
-        return 1 if holds.is_held("changed") else xxhash.xxh3_64_intdigest(raw)
+        return 1 if holds.happens_at("changed") else xxhash.xxh3_64_intdigest(raw)
 
     fetch.xxhash = SimpleNamespace(xxh3_64_intdigest=digest)  # type: ignore[assignment]
 

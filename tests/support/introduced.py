@@ -13,16 +13,16 @@ from mlflash.launch.lines import pack
 def introduce(sock: socket.socket, token: str, **hello: Any) -> None:
     """Say ``hello`` to the port at the other end."""
     sock.sendall(pack({"nonce": "mine"}))
-    theirs = json.loads(_line(sock))["nonce"]
-    sock.sendall(pack({"proof": proof(token, "process", _place(sock.getpeername()), "mine", theirs), **hello}))
+    nonce = json.loads(_line(sock))["nonce"]
+    sock.sendall(pack({"proof": proof(token, "process", _place(sock.getpeername()), "mine", nonce), **hello}))
 
 
 def meet(sock: socket.socket, token: str) -> Any:
     """Be the port, and return what the process at the other end says."""
-    its, place = json.loads(_line(sock))["nonce"], _place(sock.getsockname())
-    sock.sendall(pack({"nonce": "theirs", "proof": proof(token, "port", place, its, "theirs")}))
+    nonce, place = json.loads(_line(sock))["nonce"], _place(sock.getsockname())
+    sock.sendall(pack({"nonce": "theirs", "proof": proof(token, "port", place, nonce, "theirs")}))
     hello = json.loads(_line(sock))
-    assert hello.pop("proof") == proof(token, "process", place, its, "theirs")
+    assert hello.pop("proof") == proof(token, "process", place, nonce, "theirs")
     return hello
 
 

@@ -185,8 +185,8 @@ def die_in(point: str) -> None:
     rank = os.environ.get("RANK", "")
     if entries or "RANK" not in BEGAN_WITH:
         die_if_told(rank, point)
-    for one, where in OPTIONS.get("die_in", []):
-        if where == point and rank == str(one) and (entries or "RANK" not in BEGAN_WITH):
+    for victim, where in OPTIONS.get("die_in", []):
+        if where == point and rank == str(victim) and (entries or "RANK" not in BEGAN_WITH):
             once(OUT / f"died-{rank}-{point}")
 
 
@@ -201,7 +201,7 @@ def main() -> None:
         model(torch.ones(BATCH, WIDTH, device=DEVICE)).sum().backward()
         optimizer.zero_grad()
     rank = mlflash.keep_alive(train, state, OPTIONS.get("directory"), **OPTIONS.get("settings", {}))
-    left = {what: len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")}
+    left = {kind: len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")}
     said = {"digest": digest_now(), "pid": os.getpid(), "entries": entries, "node": os.uname().nodename, **left}
     (OUT / f"end-{rank}").write_text(json.dumps(said))
 

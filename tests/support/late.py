@@ -23,7 +23,7 @@ def copy_late(came: Callable[[], object]) -> None:
         if point != "lazy.piece":
             return
         if threading.current_thread() is not training:
-            until(lambda: any(is_in(training, one) for one in _WAITS), "training waits for copies, or for the commit")
+            until(lambda: any(is_in(training, wait) for wait in _WAITS), "training waits for copies, or for the commit")
         if is_in(training, DeferredCopies.hold_back):
             came()
 

@@ -242,7 +242,7 @@ class PartsTraining(Training):
         parts: list[Any] = [None] * dist.get_world_size(self.replicas)
         dist.all_gather_object(parts, own, self.replicas)
         whole: dict[str, dict[str, torch.Tensor]] = {}
-        for name, _, values in sorted(itertools.chain.from_iterable(parts), key=lambda one: one[:2]):
+        for name, _, values in sorted(itertools.chain.from_iterable(parts), key=lambda entry: entry[:2]):
             before = whole.setdefault(name, {})
             for key, value in values.items():
                 before[key] = torch.cat([before[key], value]) if key in before else value

@@ -8,9 +8,11 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from waiting import PATIENCE_S
 
 from mlflash.memory.process_names import AGENT, read_stat, trainer_of
 
@@ -29,6 +31,22 @@ def plain_environment(**more: object) -> dict[str, str]:
     told = ("PMI", "OMPI", "SLURM", "MLFLASH")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(told)}
     return kept | {name: str(value) for name, value in more.items()}
+
+
+def ran(*words: object, code: int | None = 0, env: Mapping[str, str] | None = None, cwd: Path | str = "/",
+        timeout: float = PATIENCE_S, **variables: object) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """Run a command to its end, away from the checkout, and return what it printed.
+
+    Args:
+        code: the exit code that it must have; None: any but 0.
+        env: its environment; None: a plain one.
+        variables: further variables of the environment.
+    """
+    environment = (plain_environment() if env is None else {**env}) | {n: str(v) for n, v in variables.items()}
+    done = subprocess.run([*map(str, words)], env=environment, cwd=cwd, timeout=timeout, capture_output=True, text=True,
+                          stdin=subprocess.DEVNULL, check=False)  # fmt: skip
+    assert done.returncode == code if code is not None else done.returncode, (done.returncode, done.stdout, done.stderr)
+    return done
 
 
 def send(number: int, pids: Iterable[int]) -> None:
@@ -97,7 +115,7 @@ def uses(pid: int, path: Path) -> bool:
         for fd in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
                 found.append(Path(os.readlink(fd)))
-    return any(one.is_relative_to(path) for one in found)
+    return any(folder.is_relative_to(path) for folder in found)
 
 
 def described(pid: int) -> str:

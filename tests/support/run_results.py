@@ -73,9 +73,6 @@ def uninterrupted(out: Path, ranks: int, last: int) -> list[str]:
     """Train without any trouble; returns the digest of the final state of each rank."""
     words = [sys.executable, str(WORKER), str(out / "pfs"), str(out), str(last)]
     env = {**os.environ, "MLFLASH_MEMORY": str(out), "MLFLASH_REDUNDANCY": "none"}
-    started = PlainRanks(out, ranks, words, env)
-    try:
+    with PlainRanks(out, ranks, words, env) as started:
         assert started.wait() == [0] * ranks, started.log
-    finally:
-        started.close()
     return [end["digest"] for end in Results(out).ends()]

@@ -32,7 +32,7 @@ class Sums:
         elif size > 1:
             with Listener(("", main[1])) as listener:
                 accepted = [listener.accept() for _ in range(1, size)]
-            self._others = [connection for _, connection in sorted((one.recv(), one) for one in accepted)]
+            self._others = [peer for _, peer in sorted((peer.recv(), peer) for peer in accepted)]
 
     @staticmethod
     def _reach(main: tuple[str, int]) -> Connection | None:
@@ -41,11 +41,11 @@ class Sums:
         except ConnectionRefusedError:
             return None
 
-    def allreduce(self, mine: float) -> float:
+    def allreduce(self, own: float) -> float:
         if self.rank:
-            self._others[0].send(mine)
+            self._others[0].send(own)
             return float(self._others[0].recv())
-        total = sum((other.recv() for other in self._others), mine)
+        total = sum((other.recv() for other in self._others), own)
         for other in self._others:
             other.send(total)
         return total

@@ -458,47 +458,49 @@ def changed(spec: Spec, by: int) -> Spec:
 # What is equal
 
 
-def differences(one: Any, other: Any, path: str, loaded: bool) -> list[str]:
+def differences(value: Any, other: Any, path: str, loaded: bool) -> list[str]:
     """Where two states differ: in a type, a dtype, a shape or a bit.
 
     Args:
-        one: what was saved.
+        value: what was saved.
         other: what came back.
         path: of both.
         loaded: it came back from `load`, which gives plain tensors and arrays.
     """
-    if isinstance(one, Thing) and loaded:
-        one = one.state_dict()
-    if isinstance(one, DTensor) and type(other) is DTensor:
-        if (one.placements, one.device_mesh, one.shape) != (other.placements, other.device_mesh, other.shape):
+    if isinstance(value, Thing) and loaded:
+        value = value.state_dict()
+    if isinstance(value, DTensor) and type(other) is DTensor:
+        if (value.placements, value.device_mesh, value.shape) != (other.placements, other.device_mesh, other.shape):
             return [f"{path}: another mesh, other shards or another shape"]
-        one, other = one.to_local(), other.to_local()
-    elif isinstance(one, DTensor) and loaded:  # of a state of its own, in which nothing says what it was
-        one = one.to_local() if one.device_mesh.get_coordinate() is not None else one.to_local().new_zeros(other.shape)
-    wanted = _as_loaded(one) if loaded else type(one)
+        value, other = value.to_local(), other.to_local()
+    elif isinstance(value, DTensor) and loaded:  # of a state of its own, in which nothing says what it was
+        is_here, value = value.device_mesh.get_coordinate() is not None, value.to_local()
+        value = value if is_here else value.new_zeros(other.shape)
+    wanted = _as_loaded(value) if loaded else type(value)
     if type(other) is not wanted:
         return [f"{path}: {wanted} and {type(other)}"]
-    if isinstance(one, (torch.Tensor, np.ndarray)):
-        mine, its = _told(one), _told(other)
-        return [] if mine == its else [f"{path}: {[a if len(str(a)) < 99 else 'bytes' for a in (*mine, *its)]}"]
-    if isinstance(one, Thing):
-        return differences(one.inside, other.inside, f"{path}.inside", loaded=True)
-    if isinstance(one, dict):
-        codes = [[_told_plain(key) for key in its] for its in (one, other)]
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        both = _told(value), _told(other)
+        short = [part if len(str(part)) < 99 else "bytes" for told in both for part in told]
+        return [] if both[0] == both[1] else [f"{path}: {short}"]
+    if isinstance(value, Thing):
+        return differences(value.inside, other.inside, f"{path}.inside", loaded=True)
+    if isinstance(value, dict):
+        codes = [[_told_plain(key) for key in keys] for keys in (value, other)]
         if codes[0] != codes[1]:
             return [f"{path}: keys {codes[0]} and {codes[1]}"]
-        if getattr(one, "__dict__", None) != getattr(other, "__dict__", None):
-            return [f"{path}: attributes {vars(one)} and {vars(other)}"]
-        if getattr(one, "default_factory", None) is not getattr(other, "default_factory", None):
+        if getattr(value, "__dict__", None) != getattr(other, "__dict__", None):
+            return [f"{path}: attributes {vars(value)} and {vars(other)}"]
+        if getattr(value, "default_factory", None) is not getattr(other, "default_factory", None):
             return [f"{path}: another factory"]
-        pairs = zip(one, one.values(), other.values(), strict=True)
+        pairs = zip(value, value.values(), other.values(), strict=True)
         return [found for key, a, b in pairs for found in differences(a, b, f"{path}.{key}", loaded)]
-    if isinstance(one, (list, tuple)):
-        if len(one) != len(other):
-            return [f"{path}: {len(one)} and {len(other)} items"]
-        pairs = zip(range(len(one)), one, other, strict=True)
+    if isinstance(value, (list, tuple)):
+        if len(value) != len(other):
+            return [f"{path}: {len(value)} and {len(other)} items"]
+        pairs = zip(range(len(value)), value, other, strict=True)
         return [found for i, a, b in pairs for found in differences(a, b, f"{path}.{i}", loaded)]
-    return [] if _told_plain(one) == _told_plain(other) else [f"{path}: {one!r} and {other!r}"]
+    return [] if _told_plain(value) == _told_plain(other) else [f"{path}: {value!r} and {other!r}"]
 
 
 def _as_loaded(value: Any) -> type:

@@ -309,8 +309,8 @@ class DrawingOwn(Training):
         self.state = {str(device): Generator(device) for device in devices()}
 
     def step(self, number: int) -> Any:
-        generators = [one.generator for one in self.state.values()]
-        return [torch.rand(3, generator=one, device=one.device) for one in generators]
+        generators = [stateful.generator for stateful in self.state.values()]
+        return [torch.rand(3, generator=generator, device=generator.device) for generator in generators]
 
 
 # Loaders of torchdata

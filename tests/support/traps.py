@@ -31,8 +31,8 @@ def _starts() -> list[dict[str, Any]]:
 def my_rank() -> int:
     if _RANK in os.environ:
         return int(os.environ[_RANK])
-    (mine,) = (record["rank"] for record in _starts() if record["pid"] == os.getpid())
-    return int(mine)
+    (rank,) = (record["rank"] for record in _starts() if record["pid"] == os.getpid())
+    return int(rank)
 
 
 def _trainers(ranks: Collection[int]) -> set[int]:
@@ -70,9 +70,9 @@ def kill_my_node(wipe: bool) -> None:
     trainers = _trainers(range(node * per_node, (node + 1) * per_node))
     if wipe:
         # Stopped, they make no new file in what is deleted here, and their launcher does not yet kill this process.
-        others = (trainers | _with_agents(_couriers_of(trainers))) - {os.getpid()}
-        send(signal.SIGSTOP, others)
-        until(lambda: not any(runs(pid) for pid in others), "all ranks of this node are stopped")
+        pids = (trainers | _with_agents(_couriers_of(trainers))) - {os.getpid()}
+        send(signal.SIGSTOP, pids)
+        until(lambda: not any(runs(pid) for pid in pids), "all ranks of this node are stopped")
         shutil.rmtree(Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", os.environ["MLFLASH_JOB"]))
     _kill(trainers | _with_agents(_couriers_of(trainers)) | started_by(trainers))
 

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -118,8 +118,7 @@ def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1
             if one_by_one:  # for the courier a save is over a moment after its end is known here
                 until(lambda: not ckpt._courier._jobs, "the courier to have done what it was asked for")
         ckpt.wait()
-        steps = ckpt.steps()
-        note("end", steps=steps, report=ckpt.report())
+        note("end", steps=ckpt.steps(), report=ckpt.report())
 
 
 def note_committed(pending: list[mlflash.Snapshot]) -> list[mlflash.Snapshot]:
@@ -144,11 +143,19 @@ def die_of(how: str, snapshot: mlflash.Snapshot) -> None:
         while not snapshot.committed:
             pass
         kill_my_node(wipe=True)
-    elif how == "all":
-        snapshot.wait()
-        note("committed", step=snapshot.step)
-        COMM.Barrier()
-        os.kill(os.getpid(), signal.SIGKILL)
+    snapshot.wait()
+    note("committed", step=snapshot.step)
+    COMM.Barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """What mlflash raises in a call; "": nothing."""
+    try:
+        call()
+    except mlflash.errors.MlflashError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def wait_past_deadline(stop_s: float) -> None:
@@ -180,7 +187,7 @@ def wait_past_deadline(stop_s: float) -> None:
 
 
 def keep_saving(last: int, nbytes: int = 300_000, grow_at: int = 0, pause: float = 0.0, busy_until: str = "",
-                hold_at: int = 0, clock: float = 1.0, traps: Sequence[dict[str, object]] = (),
+                hold_at: int = 0, clock: float = 1.0, hangs: bool = False, traps: Sequence[dict[str, object]] = (),
                 options: dict[str, object] | None = None) -> None:  # fmt: skip
     """Train on whatever becomes of the saves, and note what does.
 
@@ -189,6 +196,7 @@ def keep_saving(last: int, nbytes: int = 300_000, grow_at: int = 0, pause: float
         busy_until: do not end before this file is among the records, and save all the while.
         hold_at: do not begin this step before the file "go on" is among the records.
         clock: so many times as fast runs the clock of all deadlines.
+        hangs: after the last save, until the test kills the job.
     """
     set_traps(traps, RANK)
     if clock != 1:
@@ -213,6 +221,9 @@ def keep_saving(last: int, nbytes: int = 300_000, grow_at: int = 0, pause: float
             except mlflash.errors.SaveFailed as error:
                 note("failed", step=step, error=str(error), cause=type(error.__cause__).__name__)
             take(pause)
+        if hangs:
+            note("through")
+            hang()
         note("end", steps=ckpt.steps(), report=ckpt.report())
 
 
@@ -220,20 +231,37 @@ def _growth(step: int, grow_at: int) -> int:
     return 3 if grow_at and step >= grow_at else 1
 
 
-def courier_fails(traps: Sequence[dict[str, object]]) -> None:
-    """MPI fails in one rank's courier during the third save, which is the last one."""
+def save_and_wait(last: int, nbytes: int, timeout_s: float, when_late: str, hold_at: int = 0,
+                  traps: Sequence[dict[str, object]] = ()) -> None:  # fmt: skip
+    """Save each step and wait for its commit, on nodes whose cable is cut.
+
+    The step ``hold_at`` does not begin before the file "go on" is among the records. When a commit is late, "leave"
+    notes it and ends without a word, as a job does that wants to be relaunched elsewhere, but not before the file
+    "leave" is there, when all others have had their say; "stay" waits on.
+    """
     set_traps(traps, RANK)
-    nbytes = 300_000 + 1000 * RANK
-    ckpt = mlflash.Checkpointer()
-    for step in range(1, 4):
-        snapshot = ckpt.save(step, state_at(RANK, step, nbytes))
-        try:
-            snapshot.wait()
-            note("committed", step=step)
-        except mlflash.errors.SaveFailed as error:
-            note("failed", step=step, error=str(error))
-    note("through")
-    hang()  # until the test kills the job
+    nbytes += 1000 * RANK
+    state = state_at(RANK, 0, nbytes)
+    with mlflash.Checkpointer(timeout_s=timeout_s) as ckpt:
+        start = ckpt.restore(state)
+        note("restored", step=start, wrong=differences(state, state_at(RANK, start or 0, nbytes)), report=ckpt.report())
+        for step in range((start or 0) + 1, last + 1):
+            update(state, state_at(RANK, step, nbytes))
+            if step == hold_at:
+                note("holds")
+                until((OUT / "go on").exists, "the test to say go on")
+            snapshot = ckpt.save(step, state)
+            note("saved", step=step)
+            try:
+                snapshot.wait()
+            except mlflash.errors.DeadlineExceeded as error:
+                note("late", step=step, text=str(error), ranks=error.ranks, nodes=error.nodes)
+                if when_late == "leave":
+                    until((OUT / "leave").exists, "the test to say leave")
+                    os._exit(3)
+                until(lambda late=snapshot: late.done, "the late step")
+            note("committed", step=step, commit_s=snapshot.commit_s)
+        note("end", steps=ckpt.steps(), report=ckpt.report())
 
 
 def follow(verbs: Sequence[Sequence[object]], nbytes: int = 100_000, traps: Sequence[dict[str, object]] = (),
@@ -244,13 +272,7 @@ def follow(verbs: Sequence[Sequence[object]], nbytes: int = 100_000, traps: Sequ
     follower = _Follower(ckpt, nbytes, str((options or {}).get("directory", "")))
     for verb, *given in [["restore"], *verbs]:
         getattr(follower, str(verb))(*given)
-    started = time.monotonic()
-    try:
-        ckpt.close()
-        error = ""
-    except mlflash.errors.MlflashError as problem:
-        error = f"{type(problem).__name__}: {problem}"
-    note("end", error=error, seconds=time.monotonic() - started, report=ckpt.report())
+    note("end", error=error_of(ckpt.close), report=ckpt.report())
 
 
 class _Follower:
@@ -272,26 +294,16 @@ class _Follower:
         self._state["common"][:] = new["common"]
 
     def restore(self) -> None:
-        try:
-            step = self._ckpt.restore(self._state)
-        except mlflash.errors.Unrestorable as error:
-            wrong = differences(self._state, self._wanted(0))
-            note("unrestorable", reasons=error.reasons, text=str(error), wrong=wrong)
-            return
+        step = self._ckpt.restore(self._state)
         self._step = step or 0
-        wrong = differences(self._state, self._wanted(self._step))
-        note("restored", step=step, wrong=wrong, source=self._ckpt.report()["restored_from"])
+        note("restored", step=step, wrong=differences(self._state, self._wanted(self._step)))
 
     def restore_from(self, *directories: str) -> None:
         for directory in directories:
             self._state = self._wanted(0)
-            try:
-                step = self._ckpt.restore(self._state, source=directory)
-            except mlflash.errors.MlflashError as error:
-                note("restored from", source=directory, step=-1, wrong=[f"{type(error).__name__}: {error}"])
-            else:
-                wrong = differences(self._state, self._wanted(step or 0))
-                note("restored from", source=directory, step=step, wrong=wrong)
+            step = self._ckpt.restore(self._state, source=directory)
+            wrong = differences(self._state, self._wanted(step or 0))
+            note("restored from", source=directory, step=step, wrong=wrong)
 
     def save(self, times: int = 1, pause: float = 0.0) -> None:
         """Save the next steps, each waited for."""
@@ -302,7 +314,7 @@ class _Follower:
             self._change(self._step + 1000)  # at once, as the promise says
             try:
                 snapshot.wait()
-                note("committed", step=snapshot.step, stall_s=snapshot.stall_s, commit_s=snapshot.commit_s)
+                note("committed", step=snapshot.step)
             except mlflash.errors.MlflashError as error:
                 note("failed", step=snapshot.step, error=str(error))
             take(pause)
@@ -317,11 +329,7 @@ class _Follower:
         self._drain = self._ckpt.drain()
 
     def end_drain(self) -> None:
-        error = ""
-        try:
-            self._drain.wait(40)
-        except mlflash.errors.MlflashError as problem:
-            error = f"{type(problem).__name__}: {problem}"
+        error = error_of(lambda: self._drain.wait(40))
         note("drain", step=self._drain.step, path=self._drain.path, error=error)
 
     def drain(self) -> None:
@@ -334,12 +342,7 @@ class _Follower:
         self.end_drain()
 
     def wait_drained(self, timeout_s: float | None = None) -> None:
-        started, error = time.monotonic(), ""
-        try:
-            self._ckpt.wait_drained(timeout_s)
-        except mlflash.errors.MlflashError as problem:
-            error = f"{type(problem).__name__}: {problem}"
-        note("waited", error=error, seconds=time.monotonic() - started)
+        note("waited", error=error_of(lambda: self._ckpt.wait_drained(timeout_s)))
 
     def hurry(self, timeout_s: float) -> None:
         """Let what waits for a drain end after so many seconds; saves have as long as they had."""
@@ -358,19 +361,16 @@ class _Follower:
 
     def look(self, name: str) -> None:
         COMM.Barrier()
+        top = Path(self._directory)
         if RANK == 0:
-            top = Path(self._directory)
             note(name, files=sorted(str(path.relative_to(top)) for path in top.rglob("*") if path.is_file()))
         COMM.Barrier()
 
     def check(self, *steps: int) -> None:
         """Load checkpoints from the directory, and compare every bit."""
         for step in steps:
-            try:
-                found, state = self._ckpt.load(step, source=self._directory)
-                note("checked", step=found, wrong=differences(state, self._wanted(step)))
-            except mlflash.errors.MlflashError as error:
-                note("checked", step=step, wrong=[str(error)])
+            loaded, state = self._ckpt.load(step, source=self._directory)
+            note("checked", step=loaded, wrong=differences(state, self._wanted(step)))
 
 
 def leave_by_exception() -> None:

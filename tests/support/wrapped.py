@@ -13,8 +13,8 @@ from mlflash.state.wrapped_tensors import found_in, inner_of
 
 def leaves(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, dict):
-        for one in value.values():
-            yield from leaves(one)
+        for item in value.values():
+            yield from leaves(item)
     elif isinstance(value, torch.Tensor) and (part := found_in(value, "")) is not None:
         yield from leaves(inner_of(part[0]))
     elif isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What README.md and docs/ name is there: pages, anchors, tests, settings, commands. test_doc_blocks runs code."""
+"""What README.md and docs/ name is there: pages, anchors, tests, settings, commands. test_pages runs code."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ import pytest
 from cluster.jobs import NETMODS
 from cluster.slurm.daemons import Slurm
 from cluster.slurm.jobs import MLFLASH
-from cluster.test_couriers import check, trainer
-from harness import SUPPORT
+from cluster.test_launchers import check, trainer
+from harness import SUPPORT, read_records
 from waiting import PATIENCE_S, until
 
 from mlflash.launch.agent_process import READY
@@ -70,7 +70,7 @@ OUT=$PWD/out2 "$MLFLASH" run $options "$PYTHON" "$TRAINER" "$RESTORES"
 
 
 @pytest.mark.parametrize("script", [BY_HAND, BY_RUN], ids=["by hand", "mlflash run"])
-def test_couriers_of_another_step_commit_what_a_step_has_handed_over_that_is_killed(slurm: Slurm, script: str) -> None:
+def test_couriers_of_another_step_commit_for_a_killed_one(slurm: Slurm, script: str) -> None:
     """Slurm kills a step with all that its tasks have started where it has cgroups; here `kill_all` does."""
     for name in ("out1", "out2"):
         (slurm.path / name).mkdir()
@@ -82,8 +82,7 @@ def test_couriers_of_another_step_commit_what_a_step_has_handed_over_that_is_kil
            "RESTORES": json.dumps({"settings": settings})}  # fmt: skip
     job = slurm.sbatch(script, "--nodes=2", "--exclusive", env=env)
     job.wait("COMPLETED")
-    lines = [line for path in (slurm.path / "out2").glob("rank*") for line in path.read_text().splitlines()]
-    restored = [record for record in map(json.loads, lines) if record["event"] == "restored"]
+    restored = read_records(slurm.path / "out2", "restored")
     assert [(record["step"], record["same"]) for record in restored] == [(2, True)] * 2, job.output()
     for host in slurm.nodes.names:
         until(lambda host=host: not slurm.nodes.running(host, "mlflash.launch.agent"), f"no courier is left on {host}")
@@ -103,8 +102,7 @@ def test_what_was_handed_over_under_srun_is_committed_and_nothing_is_left(slurm:
         command = [sys.executable, str(SUPPORT / "dying_trainer.py"), json.dumps({"settings": settings, **spec})]
         done = slurm.run("srun", *two_nodes, "--mpi=pmi2", *command, env=env, check=False)
         assert (done.returncode != 0) == (spec.get("who") == "trainer"), done.stdout + done.stderr
-        lines = [line for path in folder.glob("rank*.jsonl") for line in path.read_text().splitlines()]
-        return [*map(json.loads, lines)]
+        return read_records(folder)
 
     told = launch(f"{who}-{how}", who=who, how=how)
     newest = 2 if who == "trainer" else next(record["steps"][-1] for record in told if record["event"] == "end")
@@ -129,8 +127,7 @@ done
 """
     job = slurm.sbatch(script, "--nodes=2", "--exclusive", env=env)
     job.wait("COMPLETED")
-    lines = [line for path in sorted(slurm.path.glob("rank*.jsonl")) for line in path.read_text().splitlines()]
-    restored = [record for record in map(json.loads, lines) if record["event"] == "restored"]
+    restored = read_records(slurm.path, "restored")
     assert sorted((record["rank"], record["step"] or 0, record["same"]) for record in restored) == [
         (rank, step, True) for rank in range(4) for step in (0, 2)
     ], job.output()

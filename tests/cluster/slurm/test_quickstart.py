@@ -15,7 +15,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "quickstart.md").read_text()
 
 
 @pytest.mark.timeout(200)  # what it runs may take 150 s
-def test_a_written_template_runs_as_it_is_and_goes_on_from_memory_when_a_rank_is_killed(slurm: Slurm) -> None:
+def test_a_written_template_runs_as_it_is_through_a_kill(slurm: Slurm) -> None:
     blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.partition("\n## Under Slurm\n")[2], re.M | re.S)
     assert len(blocks) == 4 and not any(word in block for block in blocks[1:] for word in ("sed", "pmi2"))
     here = f'export PATH="{Path(sys.executable).parent}:$PATH"\n'  # as `. flash/bin/activate` has it

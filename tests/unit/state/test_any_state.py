@@ -1,6 +1,6 @@
 """Any state is refused by its path, or comes back equal, type for type and bit for bit; fixed cases were found so.
 
-tests/programs/test_any_state.py does the same on ranks and in a new process.
+tests/programs/test_trainings.py does the same on ranks and in a new process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """All that torch and torchdata have in a training: restored at any step, it goes on with the same bits.
 
-The trainings are those of `torch_table`. Here they are tried in one process; `tests/programs/test_killed_contract.py`
+The trainings are those of `torch_table`. Here they are tried in one process; `tests/programs/test_trainings.py`
 kills the process that saved them.
 """
 

@@ -1,12 +1,28 @@
-"""What Megatron finds of NVRx after `install()`, with NVRx and without; each case in a Python of its own."""
+"""What Megatron finds of NVRx after `install()`, and what a worker of Megatron's does for a save."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pickle
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from processes import ran
+from waiting import is_in, until
+
+from mlflash.adapters.megatron.request import request, wait_for
+from mlflash.errors import DeadlineExceeded
+from mlflash.save.snapshot import Snapshot
+
+# NVRx; each case in a Python of its own
+
 
 # As in megatron.training.training.pretrain and megatron.training.arguments of Core 0.19.
 MAKE = """
@@ -40,10 +56,7 @@ NVRX = {
 
 
 def python(code: str, path: Path) -> str:
-    command = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=path)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return ran(sys.executable, "-W", "error", "-c", code, cwd=path, env=os.environ).stdout.strip()
 
 
 def make_nvrx(path: Path) -> None:
@@ -61,19 +74,12 @@ def make_core(path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_nvrx", [False, True])
-@pytest.mark.parametrize(
-    ("call", "factor", "made"),
-    [
-        ("install()", 0, "none None"),
-        ("install()", 2, "copy:1 None"),
-        ("install(timeout_s=7)", 3, "copy:2 7"),
-        ("install('xor:8')", 2, "xor:8 None"),
-        ("install('rs:4+2')", 0, "rs:4+2 None"),
-    ],
-)
-def test_megatron_makes_our_manager_of_its_flags(
-    tmp_path: Path, has_nvrx: bool, call: str, factor: int, made: str
-) -> None:
+@pytest.mark.parametrize(("call", "factor", "expected"), [
+    ("install()", 0, "none None"), ("install()", 2, "copy:1 None"), ("install(timeout_s=7)", 3, "copy:2 7"),
+    ("install('xor:8')", 2, "xor:8 None"), ("install('rs:4+2')", 0, "rs:4+2 None"),
+])  # fmt: skip
+def test_megatron_makes_our_manager_of_its_flags(tmp_path: Path, has_nvrx: bool, call: str, factor: int, expected: str
+                                                 ) -> None:  # fmt: skip
     if has_nvrx:
         make_nvrx(tmp_path)
     before = f"from mlflash.adapters.megatron import install\n{call}\n{call}\nFACTOR = {factor}\n"
@@ -83,12 +89,12 @@ def test_megatron_makes_our_manager_of_its_flags(
     after += "from nvidia_resiliency_ext.checkpointing.local.replication import strategies as found\n"
     after += "assert issubclass(found.NoReplicasAvailableError, Exception) and found.ReplicationStrategy\n"
     after += f"assert (parse_group_sequence == 'theirs') is {has_nvrx}\n"
-    assert python(before + MAKE + after, tmp_path) == made
+    assert python(before + MAKE + after, tmp_path) == expected
 
 
 @pytest.mark.parametrize("has_nvrx", [False, True])
 @pytest.mark.parametrize(("call", "switch"), [("install(enabled=False)", ""), ("install('xor:8')", "1")])
-def test_turned_off_it_leaves_nvrx_alone_and_without_it_local_checkpoints_are_none(
+def test_turned_off_it_leaves_nvrx_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_nvrx: bool, call: str, switch: str
 ) -> None:
     if has_nvrx:
@@ -117,12 +123,14 @@ print("well")
 
 
 def test_what_else_nvrx_has_is_still_missing_without_it(tmp_path: Path) -> None:
-    """Megatron asks by importing, and goes another way."""
+    """Megatron asks by importing, and goes another way. A core that was imported before makes its state dicts."""
+    make_core(tmp_path)
     code = """
 import importlib.util
+from megatron.core.dist_checkpointing import tensor_aware_state_dict as core
 from mlflash.adapters.megatron import install
 install()
-assert importlib.util.find_spec("nvidia_resiliency_ext") is not None
+assert core.HAVE_NVRX and importlib.util.find_spec("nvidia_resiliency_ext") is not None
 for name in ("inprocess", "fault_tolerance", "checkpointing.async_ckpt.core"):
     try:
         importlib.import_module("nvidia_resiliency_ext." + name)
@@ -132,17 +140,6 @@ for name in ("inprocess", "fault_tolerance", "checkpointing.async_ckpt.core"):
     assert python(code, tmp_path) == "missing missing missing"
 
 
-def test_a_core_that_was_imported_before_makes_its_state_dicts_all_the_same(tmp_path: Path) -> None:
-    make_core(tmp_path)
-    code = """
-from megatron.core.dist_checkpointing import tensor_aware_state_dict as theirs
-from mlflash.adapters.megatron import install
-install()
-print(theirs.HAVE_NVRX)
-"""
-    assert python(code, tmp_path) == "True"
-
-
 def test_a_training_loop_of_ones_own_gets_a_context(tmp_path: Path) -> None:
     make_core(tmp_path)
     code = """
@@ -150,7 +147,110 @@ from mlflash.adapters.megatron import checkpointing_context
 context = checkpointing_context("/local/run", "second", "xor:3", timeout_s=5)
 manager = context["local_checkpoint_manager"]
 print(manager.local_ckpt_dir, manager._settings["redundancy"], manager.find_latest.__name__)
-from megatron.core.dist_checkpointing import tensor_aware_state_dict as theirs
-assert theirs.HAVE_NVRX
+from megatron.core.dist_checkpointing import tensor_aware_state_dict as core
+assert core.HAVE_NVRX
 """
     assert python(code, tmp_path) == "/local/run/second/0 xor:3 find_latest"
+
+
+# A worker waits for the end of a save, whichever way that comes
+
+
+WAITS = "import pickle, sys; one = pickle.load(sys.stdin.buffer); print('waits', flush=True); one[0](*one[1])"
+
+
+class Save:
+    def __init__(self) -> None:
+        self.snapshot = Snapshot(1, lambda: None)
+
+    def request(self, timeout_s: float = 1000) -> Any:
+        return request(self.snapshot.add_done_callback, self.snapshot.wait, timeout_s)
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def started(program: str) -> subprocess.Popen[bytes]:
+    """A Python that runs it, outside of the checkout."""
+    return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/")
+
+
+@contextlib.contextmanager
+def worker(made: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does what a worker does with a request."""
+    with started(WAITS) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(pickle.dumps((made.async_fn, made.async_fn_args)))
+        process.stdin.close()
+        assert process.stdout.readline() == b"waits\n"
+        yield process
+
+
+def has_open(pid: int, path: str) -> bool:
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it is closed just now
+            if os.readlink(fd) == path:
+                return True
+    return False
+
+
+def waits_until(save: Save, event: Callable[[], None]) -> None:
+    """Let a worker wait for a save; nothing but the event ends it."""
+    made = save.request()
+    with worker(made) as process:
+        until(lambda: has_open(process.pid, made.async_fn_args[0]), "the worker has the FIFO open")
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        event()
+        assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_worker_waits_for_the_end_and_no_longer(temporary: Path, is_late: bool) -> None:
+    save, late = Save(), DeadlineExceeded("late")
+    waits_until(save, lambda: save.snapshot.late(late) if is_late else save.snapshot.end(None))
+    assert not any(temporary.iterdir())
+
+
+def test_a_child_with_the_fifo_open_holds_no_worker_up(temporary: Path) -> None:
+    save, held = Save(), []
+
+    def end() -> None:
+        held.append(os.open(next(temporary.rglob("*")), os.O_RDWR))  # as a data loader's worker has it by then
+        save.snapshot.end(None)
+
+    waits_until(save, end)
+    os.close(held[0])
+
+
+def test_a_save_that_has_ended_before_is_not_waited_for(temporary: Path) -> None:
+    save = Save()
+    made = save.request()
+    save.snapshot.end(None)
+    with worker(made) as process:
+        assert process.wait(60) == 0
+    wait_for(*save.request().async_fn_args)  # of a snapshot that is committed already
+    assert not any(temporary.iterdir())
+
+
+def test_a_worker_does_not_outlive_the_process_that_saves() -> None:
+    made = "import sys\nfrom mlflash.adapters.megatron.request import request\n"
+    made += "one = request(lambda call: None, print, 60)\nprint(one.async_fn_args[0], flush=True)\nsys.stdin.read()"
+    with started(made) as saver:
+        assert saver.stdout is not None
+        path = saver.stdout.readline().decode().strip()
+        waiter = threading.Thread(target=wait_for, args=(path, 1000))
+        waiter.start()
+        until(lambda: is_in(waiter, wait_for) and has_open(os.getpid(), path), "it waits")
+        saver.kill()
+        waiter.join(60)
+        assert not waiter.is_alive()
+
+
+def test_a_worker_gives_up_at_its_deadline() -> None:
+    made, start = Save().request(timeout_s=0.2), time.monotonic()
+    made.async_fn(*made.async_fn_args)
+    assert time.monotonic() - start > 0.1

@@ -1,4 +1,4 @@
-"""Couriers: trainers without MPI save, restore and reshard, die, and lose their couriers."""
+"""Couriers of trainers without MPI: what becomes of saves when they die, when ranks leave, and at their start."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any
 import needs
 import pytest
 import small_blocks
-from harness import SUPPORT, Launch, Result
-from processes import left_here
+from harness import SUPPORT, Launch, PlainRanks, Result
+from processes import left_here, plain_environment
 from waiting import PATIENCE_S, until
 
+from mlflash.launch.courier_mpi import named_after
 from mlflash.run.processes import mpiexec
 from mlflash.state import layout
 from mlflash.telemetry.heartbeat import live_jobs, read_heartbeats
@@ -87,7 +88,7 @@ def test_an_agent_that_is_killed_again_while_the_next_one_starts_ends_no_saving(
 
 
 @pytest.mark.parametrize("point", ["transfer.arrived", "commit.agreed", "commit.recorded"])
-def test_where_mpi_fails_in_one_courier_all_ranks_hear_the_same_of_each_save(jobs: Jobs, point: str) -> None:
+def test_all_ranks_hear_the_same_of_a_courier_whose_mpi_fails(jobs: Jobs, point: str) -> None:
     committed = jobs.run(3, "mpi_fails", point=point).of("committed")
     by_rank = [[record["step"] for record in committed if record["rank"] == rank] for rank in range(3)]
     assert by_rank[0] == by_rank[1] == by_rank[2] and {1, 4} <= {*by_rank[0]}, by_rank
@@ -109,9 +110,7 @@ def test_a_courier_takes_at_most_60_mb_besides_slots(jobs: Jobs, ranks: int, red
         assert weight["courier"]["rss"] < LARGEST + blocks, weight
 
 
-def test_couriers_that_cannot_start_mpi_are_not_started_again_and_say_so_on_all_ranks(
-    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_couriers_that_cannot_start_mpi_say_so_on_all_ranks(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MPIR_CVAR_CH4_NETMOD", "ofi"), ("FI_PROVIDER", "of nobody")):
         monkeypatch.setenv(name, value)
     result = jobs.run(2, "fail_to_start")
@@ -122,7 +121,7 @@ def test_couriers_that_cannot_start_mpi_are_not_started_again_and_say_so_on_all_
 
 
 @pytest.mark.parametrize("dies", [0, 1])
-def test_a_rank_whose_couriers_all_die_at_once_is_told_to_all_after_some_tries(jobs: Jobs, dies: int) -> None:
+def test_all_hear_of_a_rank_whose_couriers_die_at_once(jobs: Jobs, dies: int) -> None:
     result = jobs.run(2, "fail_to_start", dies=dies)
     failed = {record["rank"]: record for record in result.of("failed")}
     assert len(failed) == 2 and all(record["seconds"] < PATIENCE_S / 2 for record in failed.values()), result.log
@@ -148,10 +147,9 @@ def test_a_courier_is_seen_beside_its_trainer_and_after_it(jobs: Jobs, shm: Path
         until(lambda: words() >= {str(pid) for pid in pids}, "all that is left over")
         memories = [str(memory) for memory in shm.glob("node*")]
         heard = [heartbeat for memory in memories for heartbeat in read_heartbeats(memory, "j").heartbeats]
-        assert [live_jobs(memory) for memory in memories] == [["j"], ["j"]] and not any(
-            one["alive"] for one in heard
-        ), "trainers are gone"
-        assert {state_of(one) for one in heard} == {"gone"}
+        assert [live_jobs(memory) for memory in memories] == [["j"], ["j"]]
+        assert not any(heartbeat["alive"] for heartbeat in heard), "trainers are gone"
+        assert {state_of(heartbeat) for heartbeat in heard} == {"gone"}
     finally:
         for record in ranks:
             os.kill(record["courier"], signal.SIGCONT)
@@ -165,7 +163,7 @@ def test_checkpointers_that_are_opened_and_closed_leave_nothing(jobs: Jobs) -> N
     assert not left_here(), "agents or couriers"
 
 
-def test_mpi_that_is_started_where_it_cannot_be_any_more_is_refused_and_it_says_what_to_do(jobs: Jobs) -> None:
+def test_mpi_that_is_started_too_late_is_refused(jobs: Jobs) -> None:
     result = jobs.run(2, "later")
     assert len(result.of("end")) == 2
     for record in result.of("later"):
@@ -177,7 +175,7 @@ def test_mpi_that_is_started_where_it_cannot_be_any_more_is_refused_and_it_says_
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_no_rank_goes_on_in_what_another_rank_was_in_when_its_courier_was_killed(jobs: Jobs, late: bool) -> None:
+def test_no_rank_goes_on_in_what_a_killed_courier_was_in(jobs: Jobs, late: bool) -> None:
     job = jobs.start(3, "out_of_step", late=late)
     inside = {record["rank"]: record["courier"] for record in job.wait_for("inside", 3)}
     os.kill(inside[1], signal.SIGKILL)
@@ -205,7 +203,78 @@ def test_what_is_left_of_an_abandoned_save_commits_nothing_of_the_next_one(jobs:
     (old,) = {record["step"] for record in before}
     assert old in (1, 2) and all(record["content"] == [old] for record in before), before
     assert result.returncode, "it was not killed"
-    after = jobs.run(3, "only_look").of("restored")
+    after = jobs.run(3, "look").of("restored")
     assert [record["rank"] for record in after] == [0, 1, 2]
     (found,) = {(record["step"], *record["content"]) for record in after}
     assert found in [(old, old), (old + 1, 101 + old)], (before, after)
+
+
+# A rank leaves its job while others go on, without a launcher that would end them
+
+
+def one_leaves(shm: Path, how: str) -> PlainRanks:
+    settings = {"memory": str(shm), "job": "j", "timeout_s": PATIENCE_S}
+    spec = json.dumps({"program": "one_leaves", "settings": settings, "how": how})
+    return PlainRanks(shm, 3, [sys.executable, str(SUPPORT / "courier_worker.py"), spec])
+
+
+@pytest.mark.parametrize("how", ["raises", "interrupted"])
+def test_an_exception_on_one_rank_ends_the_others_which_wait_for_it_for_ever(shm: Path, how: str) -> None:
+    with one_leaves(shm, how) as job:
+        alone = -signal.SIGINT if how == "interrupted" else 1  # Python ends by the signal
+        assert job.wait() == [1, alone, 1], job.log
+        errors = [record["text"] for record in job.records("log") if record["level"] == "ERROR"]
+        name = "KeyboardInterrupt" if how == "interrupted" else "ValueError: a fault of the training"
+        wanted = f"rank 1 has left the job: {name}"
+        assert [text for text in errors if wanted in text and "ends, too" in text] == errors
+        assert len(errors) == 2 and not [record for record in job.records("log") if record["rank"] == 1]
+    until(lambda: not left_here(), "agents and couriers to end")
+
+
+@pytest.mark.parametrize("how", ["killed", "terminated", "hung up", "exits at once", "executes"])
+def test_who_ends_without_a_word_is_named_and_others_train_on(shm: Path, how: str) -> None:
+    with one_leaves(shm, how) as job:
+        assert [job.processes[rank].wait(PATIENCE_S) for rank in (0, 2)] == [0, 0], job.log
+        assert sorted((record["rank"], record["held"]) for record in job.records("end")) == [(0, 0), (2, 0)]
+        for record in job.records("failed"):
+            assert "rank 1 has left the job" in record["why"]
+        warnings = [record["text"] for record in job.records("log") if record["level"] == "WARNING"]
+        assert sum("nothing is saved any more: rank 1 has left the job" in text for text in warnings) == 2, warnings
+    until(lambda: not left_here(), "agents and couriers to end")
+
+
+# The start
+
+SHM = Path("/dev/shm")
+TUNING = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+
+
+def trainers(folder: Path, size: int, do: str) -> PlainRanks:
+    """Start trainers that only start their couriers."""
+    program = [sys.executable, str(SUPPORT / "launch_trainer.py"), json.dumps({"folder": str(folder), "do": do})]
+    return PlainRanks(folder, size, program, plain_environment(**TUNING))
+
+
+def test_who_has_not_come_is_named_and_a_late_rank_is_waited_for_again(tmp_path: Path) -> None:
+    with trainers(tmp_path, 3, "late") as ranks:
+        assert ranks.wait() == [0] * 3, ranks.log
+    for rank in (0, 2):
+        waited = json.loads((tmp_path / str(rank)).read_text())
+        assert "all ranks to start epoch 2 of their couriers: 1 of 3 have not come" in waited["error"]
+        assert waited["ranks"] == [1]
+    for rank in range(3):
+        total, segments = json.loads((tmp_path / f"total-{rank}").read_text())
+        assert total == 3 and not [name for name in segments if (SHM / name).exists()]
+
+
+def test_a_courier_that_waits_in_init_is_killed_in_time(tmp_path: Path) -> None:
+    """Though its trainer lives; the agent ends with the last trainer."""
+    with trainers(tmp_path, 2, "alone_in_init"):
+        until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists(), "both have waited")
+        waited = json.loads((tmp_path / "0").read_text())
+        agent, courier = (Path(f"/proc/{pid}") for pid in waited["pids"])
+        assert "to initialize MPI" in waited["error"]
+        until(lambda: not courier.exists(), "the courier is gone")
+        assert agent.exists()
+    until(lambda: not agent.exists(), "the agent is gone")
+    assert not [name for name in named_after(waited["epoch"], 0) if (SHM / name).exists()]
