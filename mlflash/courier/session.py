@@ -17,9 +17,9 @@ from ..commit.start import make
 from ..config import Config
 from ..drain import checkpoint_directory
 from ..drain.checkpoint_directory import Listed
-from ..drain.drain import Drain
+from ..drain.drain_handle import Drain
+from ..drain.drain_runs import DrainQueue
 from ..drain.provenance import Signer, signer_of
-from ..drain.queue import DrainQueue
 from ..errors import ConfigError, CorruptSlot, MlflashError
 from ..launch import mpi_library
 from ..memory.inventory import WantedStep, write_verdict
@@ -35,8 +35,7 @@ from ..protect.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_chec
 from ..restore.choose import Sources, count_restore, reprotect_newest, restorable_steps, scavenge
 from ..restore.fetch import exchange_fragments
 from ..restore.open_in_memory import FoundElsewhere
-from ..restore.repair import repair
-from ..restore.reprotect import reprotect_left, reprotect_or_remember
+from ..restore.repair import repair, reprotect_left, reprotect_or_remember
 from ..restore.scrub import Scrubber
 from ..version import __version__
 

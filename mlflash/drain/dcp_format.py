@@ -26,7 +26,7 @@ from ..storage.whole_state import build
 from ..text import listed
 from . import checkpoint_directory
 from .index import Stored
-from .rank_input import DrainInput, RankContent, Receipt, plain_file
+from .rank_content import DrainInput, RankContent, Receipt, plain_file
 
 log = logging.getLogger("mlflash")
 

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from ..text import listed
-from .protection_groups import Placement
+from .redundancy import Placement
 from .topology import Topology, tied_together
 
 _ENUMERATED = 20  # if limits differ, all subsets of so many connected nodes are counted

@@ -3,7 +3,7 @@
     list         each node lists its sealed slots; all ranks make the same choice
     fetch        every byte of every slot is verified, and slots come to where they can be read (see `fetch`)
     (load)       by the caller, from its own slot; the ranks agree on an error there, too
-    reprotect    copies and parity are checked, and made if they are missing (see `reprotect`)
+    reprotect    copies and parity are checked, and made if they are missing (see `repair`)
 
 A slot that is found to be bad is removed from the list and the choice is made again, so that all ranks always take the
 same attempt. If nothing can be used, the error says what exists and why.
@@ -18,9 +18,9 @@ from ..commit.courier_state import CourierState
 from ..commit.earlier_runs import Choice, choose
 from ..crash_points import reach
 from ..drain.checkpoint_directory import Listed, Listing, step_of
-from ..drain.drain import Drain
-from ..drain.queue import DrainQueue
-from ..drain.rank_input import DrainInput
+from ..drain.drain_handle import Drain
+from ..drain.drain_runs import DrainQueue
+from ..drain.rank_content import DrainInput
 from ..errors import StepNotFound, Unrestorable, WorldSizeChanged
 from ..memory.inventory import MOST_STEPS, NEWEST, Place, WantedStep, why_unrestorable
 from ..memory.slot import Slot, Verdict
@@ -28,7 +28,7 @@ from ..protect.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_chec
 from ..storage.store import Store, find_other_format, open_store
 from .fetch import bring, gather_shares, is_of
 from .open_in_memory import FoundElsewhere
-from .reprotect import give_receipts, reprotect
+from .repair import give_receipts, reprotect
 
 log = logging.getLogger("mlflash")
 

@@ -38,10 +38,10 @@ from ..protect.deduplication import Share, cuts
 from ..protect.rank_checkpoint import ShareFiles
 from ..protect.transfer import Source, offer, receive, send, slot_of
 from ..state import layout
+from ..state.boxes import box, cut
 from ..state.leaves import Entry
 from ..state.manifest import Shared
 from ..state.rebuild import Read
-from ..state.shards import box, cut
 from .repair import ParityRepairs
 
 log = logging.getLogger("mlflash")

@@ -21,7 +21,7 @@ from ..channel.records import FoundInMemory
 from ..channel.wanted_parts import WantedPart
 from ..crash_points import reach
 from ..drain.checkpoint_directory import Listed
-from ..drain.drain import Drains
+from ..drain.drain_handle import Drains
 from ..errors import (
     CorruptSlot,
     DeadlineExceeded,

@@ -43,11 +43,11 @@ from ..errors import ConfigError, CorruptSlot, DeadlineExceeded, MlflashError, p
 from ..events import Event
 from ..memory.slot import Attempt
 from ..protect.rank_checkpoint import RankCheckpoint
+from ..state.boxes import Box, box, cut, overlap
 from ..state.leaves import Entry
 from ..state.manifest import Manifest
 from ..state.old_ranks import OldRanks
 from ..state.rebuild import Read
-from ..state.shards import Box, box, cut, overlap
 from ..storage.store import Store
 
 log = logging.getLogger("mlflash")
@@ -291,16 +291,16 @@ class DrainedFiles:
         return raw[low - first * row : high - first * row]
 
     def _read_rows(self, places: Places, name: str, row: int, first: int, last: int) -> np.ndarray:
-        from ..drain import hdf5_files
+        from ..drain import hdf5_format
 
         try:
             if places.data not in self._open:
                 file = self._inside.open(places.data)
-                self._open[places.data] = (hdf5_files.open_file(file), file)
-            dataset = self._open[places.data][0]["tensors"][hdf5_files.dataset_name(name)]
-            return hdf5_files.read_rows(dataset, first, last, (last - first) * row)
+                self._open[places.data] = (hdf5_format.open_file(file), file)
+            dataset = self._open[places.data][0]["tensors"][hdf5_format.dataset_name(name)]
+            return hdf5_format.read_rows(dataset, first, last, (last - first) * row)
         except Exception as error:  # HDF5 may raise anything if a file is damaged or a plugin is missing
-            if places.data in self._open and (missing := hdf5_files.missing_filters(self._open[places.data][0])):
+            if places.data in self._open and (missing := hdf5_format.missing_filters(self._open[places.data][0])):
                 raise ConfigError(f"{self._inside.path}/{places.data} cannot be read here: its compression "
                                   f"({', '.join(missing)}) is not installed: {pip_install('compression')}",
                                   tensor=name, step=self._step) from None  # fmt: skip

@@ -19,9 +19,9 @@ from ..channel.wanted_parts import WantedPart, exchange, items
 from ..memory.node_directory import file_number
 from ..memory.slot import Attempt
 from ..protect.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
+from ..state.boxes import box
 from ..state.old_ranks import OldRanks
 from ..state.rebuild import Read
-from ..state.shards import box
 
 _PARTS = 8192  # requested from other ranks at a time
 

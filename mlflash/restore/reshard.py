@@ -30,13 +30,13 @@ from ..protect.rank_checkpoint import RankCheckpoint
 from ..save.queue import PendingSave
 from ..save.snapshot import Snapshot
 from ..save.stage import Staging
+from ..state.boxes import box
 from ..state.flatten import flatten, flatten_or_none
 from ..state.layout import PAGE_NBYTES
 from ..state.leaves import Entry, Flat, Leaf, Tree, live_bytes, place_of
 from ..state.old_ranks import OldRank, OldRanks, Parts
 from ..state.paths import plain_leaves
 from ..state.rebuild import Filling, compare, refuse_differences
-from ..state.shards import box
 from ..state.torch_objects import has_shape_of, is_like, parameters
 from ..text import listed, named
 from .open_in_memory import OpenCheckpoint

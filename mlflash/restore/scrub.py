@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ..commit.courier_state import CourierState
-from ..drain.drain import Drain
+from ..drain.drain_handle import Drain
 from ..errors import MlflashError, text_of
 from ..events import Event
 from ..memory.slot import Header, Kind, Slot, Use, read_header, table_check

@@ -17,16 +17,16 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
 from ..errors import StructureMismatch
+from .boxes import Box, covers, overlap
 from .leaves import Entry, Tree, item_nbytes, names_on_several_meshes, ties_of
 from .manifest import check_tree
 from .paths import plain_leaves
-from .shards import Box, Fragment, covers, overlap
 
 Spot = tuple[int, int]
 """A group, and the number of a leaf in its structure."""
@@ -65,6 +65,16 @@ class _Column:
     boxes: np.ndarray  # offset and shape, (n, 2, dims) int64
     wholes: tuple[tuple[int, ...], ...]  # the distinct global shapes
     sharded: bool
+
+
+class Fragment(NamedTuple):
+    """A part of a new shard."""
+
+    rank: int  # the old rank that has it
+    number: int  # number of the entry there
+    source: tuple[int, ...]  # where it begins in the old shard
+    target: tuple[int, ...]  # where it begins in the new one
+    shape: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)

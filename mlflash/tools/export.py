@@ -27,7 +27,7 @@ from ..memory.node_directory import jobs_of
 from ..mpi.world import World
 from ..restore.open_in_directory import OpenInDirectory
 from ..restore.open_in_memory import OpenCheckpoint
-from ..state import shards
+from ..state import boxes
 from ..state.flatten import flatten
 from ..state.leaves import Entry, Tree, apart, from_bytes, item_nbytes, live_bytes, ties_of
 from ..state.old_ranks import OldRank, Spot
@@ -277,7 +277,7 @@ def _parts(opened: OpenCheckpoint, entry: Entry, spots: Sequence[Spot], raw: np.
     own = olds.is_private(spots) or not (olds.compared or olds.is_sharded(spots))
     first = min(int(olds.groups[group].ranks[0]) for group, _ in spots)
     target = items(raw, entry)
-    return [WantedPart(part.rank, part.number, part.source, part.shape, target[shards.box(part.target, part.shape)])
+    return [WantedPart(part.rank, part.number, part.source, part.shape, target[boxes.box(part.target, part.shape)])
             for part in olds.parts(entry, first, spots, first if own else None) or ()]  # fmt: skip
 
 

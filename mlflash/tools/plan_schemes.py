@@ -17,8 +17,7 @@ from ..errors import ConfigError
 from ..memory.memory_limits import headroom
 from ..memory.parity_layout import parity_extents
 from ..placement import survival
-from ..placement.protection_groups import Placement, made, place
-from ..placement.redundancy_scheme import Scheme, parse
+from ..placement.redundancy import Placement, Scheme, made, parse, place
 from ..placement.topology import Topology
 from ..protect.deduplication import cuts
 from ..state import layout

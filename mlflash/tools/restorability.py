@@ -14,7 +14,7 @@ from ..commit.earlier_runs import Choice, choose
 from ..errors import ConfigError
 from ..memory.inventory import NEWEST, Inventory, WantedStep
 from ..memory.slot import Attempt, Header, Kind, Verdict
-from ..placement.redundancy_scheme import Scheme, parse
+from ..placement.redundancy import Scheme, parse
 from ..text import listed
 from .node_memory import Node, inventory_of
 

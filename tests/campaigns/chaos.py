@@ -25,8 +25,7 @@ from chaos_launch import DAMAGED, FAILED, WRONG, Attacked, Failure
 from harness import Cluster
 from waiting import take
 
-from mlflash.placement.protection_groups import place
-from mlflash.placement.redundancy_scheme import parse
+from mlflash.placement.redundancy import parse, place
 from mlflash.placement.survival import of
 from mlflash.placement.topology import Topology
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from mlflash import errors
 from mlflash.config import Config
-from mlflash.drain import checkpoint_directory, index, rank_input
+from mlflash.drain import checkpoint_directory, index, rank_content
 from mlflash.drain.checkpoint_directory import Listed
 from mlflash.drain.index import CARD_NBYTES, Card
 from mlflash.memory.slot import Attempt, Verdict
@@ -92,13 +92,13 @@ def test_parts_are_disjoint_cover_everything_and_are_balanced(shapes: list[tuple
         Entry(str(n), "tensor", "float32", shape, (0,) * len(shape), shape, 0, 4 * math.prod(shape))
         for n, shape in enumerate(shapes)
     ]
-    dealt = [list(rank_input.deal(entries, ranks, nth)) for nth in range(ranks)]
-    assert dealt == [list(rank_input.deal(entries, ranks, nth)) for nth in range(ranks)]
+    dealt = [list(rank_content.deal(entries, ranks, nth)) for nth in range(ranks)]
+    assert dealt == [list(rank_content.deal(entries, ranks, nth)) for nth in range(ranks)]
     for number, entry in enumerate(entries):
         rows = entry.shape[0] if entry.shape else 1
         taken = [row for parts in dealt for n, begin, end in parts if n == number for row in range(begin, end)]
         assert taken == list(range(rows)), "each row once, in the order of the ranks"
-    loads = [sum(rank_input.part_of(entries[n], *rows).nbytes for n, *rows in parts) for parts in dealt]
+    loads = [sum(rank_content.part_of(entries[n], *rows).nbytes for n, *rows in parts) for parts in dealt]
     total = sum(entry.nbytes for entry in entries)
     assert sum(loads) == total
     units = [e.nbytes // e.shape[0] if e.nbytes >= MIB and e.shape[0] > 1 else e.nbytes for e in entries if e.nbytes]

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlflash import Checkpointer
-from mlflash.drain import hdf5_files
+from mlflash.drain import hdf5_format
 from mlflash.drain.index import CARD_NBYTES
 from mlflash.state.leaves import TORCH_ITEM_NBYTES, Entry, array_entry, live_bytes, tensor_entry
 from mlflash.storage.file_holes import FileWithHoles, Source
@@ -53,8 +53,8 @@ def write(path: Path, skeleton: FileWithHoles) -> None:
 def written(path: Path, values: Mapping[str, Any], ties: Mapping[str, str] | None = None, objects: Any = None
             ) -> tuple[list[Entry], list[int]]:  # fmt: skip
     entries, sources = pieces_of(values)
-    skeleton, starts = hdf5_files.tensors(entries, sources, ties or {}, objects)
-    hdf5_files.add_index(skeleton, b"index")
+    skeleton, starts = hdf5_format.tensors(entries, sources, ties or {}, objects)
+    hdf5_format.add_index(skeleton, b"index")
     skeleton.patch(0, b"a card".ljust(CARD_NBYTES))
     write(path, skeleton)
     return entries, starts
@@ -147,7 +147,7 @@ def test_every_bit_pattern_of_bfloat16_and_e5m2_is_the_number_that_pytorch_takes
 def test_odd_names_are_kept_apart_and_can_be_told_from_the_names_in_the_file(tmp_path: Path) -> None:
     values = {name: np.full(3, n) for n, name in enumerate(ODD)}
     written(tmp_path / "rank.h5", values)
-    names = [hdf5_files.dataset_name(name) for name in ODD]
+    names = [hdf5_format.dataset_name(name) for name in ODD]
     assert len(set(names)) == len(ODD) and not any("/" in name for name in names)
     found = read_elsewhere(tmp_path / "rank.h5", tmp_path)
     assert {name: found[name][0].tolist() for name in names} == {name: [n] * 3 for n, name in enumerate(names)}
@@ -155,7 +155,7 @@ def test_odd_names_are_kept_apart_and_can_be_told_from_the_names_in_the_file(tmp
 
 @given(one=st.text(max_size=8), other=st.text(max_size=8))
 def test_different_names_are_different_in_the_file(one: str, other: str) -> None:
-    assert (hdf5_files.dataset_name(one) == hdf5_files.dataset_name(other)) == (one == other)
+    assert (hdf5_format.dataset_name(one) == hdf5_format.dataset_name(other)) == (one == other)
 
 
 def test_scalars_and_empty_tensors_keep_their_shapes(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_tied_tensors_are_hard_links_and_objects_are_json(tmp_path: Path) -> Non
 def test_a_master_that_would_list_too_many_pieces_shows_none_and_all_comes_back(
     shm: Path, tmp_path: Path, in_couriers: Callable[[str], None], most: int
 ) -> None:
-    in_couriers(f"from mlflash.drain.hdf5_files import Hdf5; Hdf5.most_pieces = {most}")
+    in_couriers(f"from mlflash.drain.hdf5_format import Hdf5; Hdf5.most_pieces = {most}")
     state, blank = ({name: np.full(1000, value) for name, value in zip("ab", values, strict=True)}
                     for values in ((1.0, 2.0), (0.0, 0.0)))  # fmt: skip
     options: dict[str, Any] = {"job": "t", "directory": tmp_path / "pfs", "redundancy": "none", "format": "hdf5"}

@@ -19,7 +19,7 @@ from keys import key_pair
 from mlflash import config
 from mlflash.drain import provenance
 from mlflash.drain.provenance import private_key, public_key
-from mlflash.drain.rank_input import DrainInput, FileDigest, Origin, Receipt
+from mlflash.drain.rank_content import DrainInput, FileDigest, Origin, Receipt
 from mlflash.errors import ConfigError, CorruptSlot
 from mlflash.memory.slot import Attempt
 from mlflash.state import manifest

@@ -14,7 +14,7 @@ import torch
 from waiting import until
 
 from mlflash import Checkpointer
-from mlflash.framework_files.staged import BackgroundFiles, leftovers
+from mlflash.framework_files.background_files import BackgroundFiles, leftovers
 
 
 class Ranks:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from unit.layouts import SCHEMES, layout
 
 from mlflash.errors import ConfigError
-from mlflash.placement.protection_groups import deal, place
-from mlflash.placement.redundancy_scheme import parse
+from mlflash.placement.redundancy import deal, parse, place
 from mlflash.placement.survival import Survival, describe, of, too_close
 from mlflash.placement.topology import Topology, from_node_ids
 

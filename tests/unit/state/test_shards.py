@@ -17,9 +17,9 @@ from mlflash.channel.describe_ranks import Described, gather_ranks
 from mlflash.errors import StructureMismatch
 from mlflash.mpi.world import World
 from mlflash.placement.topology import this_node
+from mlflash.state.boxes import cut
 from mlflash.state.leaves import Entry
-from mlflash.state.old_ranks import OldRanks, RankStructure
-from mlflash.state.shards import Fragment, cut
+from mlflash.state.old_ranks import Fragment, OldRanks, RankStructure
 
 ALONE = World(None, this_node(), math.inf)
 

@@ -25,13 +25,13 @@ import numpy as np
 
 from ..errors import ConfigError, pip_install
 from ..protect.rank_checkpoint import RankCheckpoint
+from ..state.boxes import covers, cut
 from ..state.leaves import TORCH_ITEM_NBYTES, Entry, Tree
 from ..state.plain_values import decode_plain
-from ..state.shards import covers, cut
 from ..storage import dcp_plans
 from ..storage.file_holes import FileWithHoles, Source
 from .index import CARD_NBYTES, Card, Stored
-from .rank_input import DrainInput, RankContent, Receipt, add_card, shown
+from .rank_content import DrainInput, RankContent, Receipt, add_card, shown
 
 MASTER = "checkpoint.h5"
 _PLUGINS = {"zstd": "Zstd", "lz4": "LZ4", "blosc": "Blosc", "blosc2": "Blosc2", "bshuf": "Bitshuffle", "bzip2": "BZip2"}
