@@ -92,15 +92,15 @@ class TimelyReads:
         threading.Thread(target=work, name="mlflash-read", daemon=True).start()
         end = time.monotonic() + self._limit_s
         how_far = f", {done / 1e6:.1f} of {nbytes / 1e6:.1f} MB" if nbytes else ""
-        is_told = False
+        is_slow = False
         while not has_ended.wait(min(_TELL_S, end - time.monotonic())):
             if time.monotonic() >= end:
                 self.hang = True
                 raise self._late(name, how_far)
-            if not is_told:
+            if not is_slow:
                 self._world.tell_doing(f"reading {self._path}/{name}{how_far}")
-                is_told = True
-        if is_told:
+                is_slow = True
+        if is_slow:
             self._world.tell_doing("restoring")
         if error:
             raise error[0]
@@ -335,12 +335,12 @@ class OpenInDirectory:
         DeadlineExceeded: on all ranks, if a read does not end on some rank.
     """
 
-    def __init__(self, world: Collectives, store: Store, listed: Listed, told: Collection[str] = ()):
+    def __init__(self, world: Collectives, store: Store, listed: Listed, broadcast: Collection[str] = ()):
         self._world, inside, self.listed = world, store.at(listed.folder), listed
         self.step, self.path, self.world_size = listed.step, inside.path, listed.card.world_size
         self.restores, self.damage = 0, ""
         self.home: RankCheckpoint | None = None
-        self._mine = range(world.rank, self.world_size, world.size)  # the old ranks whose files this one reads
+        self._read_here = range(world.rank, self.world_size, world.size)  # the old ranks whose files this one reads
         own, reads = world.rank % self.world_size, TimelyReads(world, inside.path)
         read_table = functools.partial(read_index, inside, listed)
         # Rank 0 reads the file and broadcasts it by a tree.
@@ -352,9 +352,10 @@ class OpenInDirectory:
         self.olds = OldRanks(table.groups, table.differ, table.plain_differ, self._plain_of, {})
         # Read the index of the rank's own file now: later, only this rank would fail.
         self._own: tuple[int, Index] = own, self._together(lambda: self._files.index(own))
-        if names := self.olds.spots.keys() & set(told):
-            texts = self._together(lambda: {rank: self._texts(rank, names) for rank in self._mine})
-            self.olds.told |= {rank: text for theirs in world.gather(texts) for rank, text in theirs.items()}
+        if names := self.olds.spots.keys() & set(broadcast):
+            contents = self._together(lambda: {rank: self._content(rank, names) for rank in self._read_here})
+            for of_rank in world.gather(contents):
+                self.olds.contents |= of_rank
 
     def is_near(self, rank: int) -> bool:
         return True
@@ -377,7 +378,7 @@ class OpenInDirectory:
         """
         if not self._in_rounds(
             raw.nbytes
-            for rank in self._mine
+            for rank in self._read_here
             for entry, place in self.index(rank).pieces
             for raw in self.content(rank, entry.name, place)
         ):
@@ -475,11 +476,11 @@ class OpenInDirectory:
         self._world.raise_together(error)
         return results[0]
 
-    def _texts(self, rank: int, told: Collection[str]) -> dict[str, bytes]:
+    def _content(self, rank: int, names: Collection[str]) -> dict[str, bytes]:
         raw: dict[str, np.ndarray] = {}
         wanted = []
         for number, entry in enumerate(self.olds[rank].entries):
-            if entry.name in told:
+            if entry.name in names:
                 raw[entry.name] = np.empty(entry.nbytes, dtype=np.uint8)
                 wanted.append(_all_of(rank, number, entry, raw[entry.name]))
         for _ in self._read(wanted):

@@ -43,7 +43,7 @@ class OldRank:
     entries: tuple[Entry, ...]
     tree: Tree
     plain: dict[str, Any]  # its plain leaves by path, encoded
-    told: Mapping[str, bytes]  # the bytes of some entries, by name, if these were asked for
+    content: Mapping[str, bytes]  # the bytes of some entries, by name, if these were asked for
 
 
 @dataclasses.dataclass
@@ -107,16 +107,16 @@ class OldRanks(Mapping[int, OldRank]):
         differ: names of tensors that ranks hold whole, but not with the same bytes on all; None: they were not
             compared.
         plain_differ: paths of plain leaves that are not the same on all ranks.
-        told: for some ranks the bytes of some entries, by name.
+        contents: for some ranks the bytes of some entries, by name.
         near: ranks whose slots are on this node: they are taken first; otherwise new ranks take turns. None: all are
             near.
     """
 
     def __init__(self, groups: Sequence[Group], differ: frozenset[str] | None, plain_differ: frozenset[str],
-                 plain_of: Callable[[int], list[Any]], told: Mapping[int, Mapping[str, bytes]],
+                 plain_of: Callable[[int], list[Any]], contents: Mapping[int, Mapping[str, bytes]],
                  near: Collection[int] | None = None):  # fmt: skip
         self.groups, self._differ, self.plain_differ = groups, differ, plain_differ
-        self._plain_of, self.told = plain_of, dict(told)
+        self._plain_of, self.contents = plain_of, dict(contents)
         ranks = np.concatenate([group.ranks for group in groups])
         order = np.argsort(ranks)
         self.ranks = ranks[order]  # all of them, ascending, (n,) int64
@@ -155,7 +155,7 @@ class OldRanks(Mapping[int, OldRank]):
         structure, row = self.row(rank)
         values = self._plain_of(rank)
         plain = {path: values[number] for path, number in structure.paths.items()}
-        return OldRank(structure.entries(row), structure.tree, plain, self.told.get(rank, {}))
+        return OldRank(structure.entries(row), structure.tree, plain, self.contents.get(rank, {}))
 
     def of_structures(self) -> Iterator[OldRank]:
         """What the lowest rank of each structure holds."""

@@ -324,7 +324,7 @@ def _of_plan(opened: OpenCheckpoint) -> tuple[Whole, Spots]:
     left_out: list[str] = []
     for rank, old in opened.olds.items():
         group = opened.olds.group_of(rank)
-        index, numbers = dcp_plans.Index.decode(old.told[dcp_plans.INDEX]), dcp_plans.keys_of(old.tree)
+        index, numbers = dcp_plans.Index.decode(old.content[dcp_plans.INDEX]), dcp_plans.keys_of(old.tree)
         paths |= index.paths()
         names, firsts = dcp_plans.names_of(old.tree, old.entries), first_names(old.entries)
         for key in index.tensors:
@@ -337,7 +337,7 @@ def _of_plan(opened: OpenCheckpoint) -> tuple[Whole, Spots]:
                 ties.setdefault(name, first)
             if (spot := (group, numbers[key])) not in spots.setdefault(name, []):
                 spots[name].append(spot)
-        readable = dcp_plans.values(index, old.told[dcp_plans.BYTES])
+        readable = dcp_plans.values(index, old.content[dcp_plans.BYTES])
         left_out += [name for name in index.parts if name not in readable]
         for name, (tree, values) in readable.items():
             parts.setdefault(name, _moved(tree, len(plain)))
