@@ -113,7 +113,7 @@ class MlflashError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions travel between ranks so that all of them raise the same one. The fields travel as text, because
         # they may hold anything. The class becomes one of this module, because other ranks may not have another one.
-        kind = next(one.__name__ for one in type(self).__mro__ if one.__module__ == __name__)
+        kind = next(base.__name__ for base in type(self).__mro__ if base.__module__ == __name__)
         return (_rebuild, (kind, self.message[:_SENT], {name: _sent(field) for name, field in self.__dict__.items()}))
 
 

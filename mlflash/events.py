@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_LOOK_S = 1.0  # after which a wait looks again: whoever should have woken it may have been interrupted
+_CHECK_S = 1.0  # after which a wait looks again: whoever should have woken it may have been interrupted
 
 
 class Event:
@@ -48,14 +48,14 @@ class Event:
         """Wait until it is set, for at most so many seconds; None: for ever. Return whether it is set."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self._is_set:
-            left = _LOOK_S if end is None else end - time.monotonic()
-            if left <= 0:
+            remaining_s = _CHECK_S if end is None else end - time.monotonic()
+            if remaining_s <= 0:
                 break
             woken = threading.Lock()
             woken.acquire()
             self._waiting.append(woken)
             if not self._is_set:  # otherwise who set it may not have seen this lock
-                woken.acquire(timeout=min(left, _LOOK_S))
+                woken.acquire(timeout=min(remaining_s, _CHECK_S))
             try:
                 self._waiting.remove(woken)
             except ValueError:  # it was woken
@@ -71,20 +71,20 @@ class News:
 
     def tell(self) -> None:
         """Let all who wait look again."""
-        told, self._next = self._next, Event()
-        told.set()
+        event, self._next = self._next, Event()
+        event.set()
 
     def wait_for(self, holds: Callable[[], T], timeout: float | None = None) -> T:
         """Wait until a condition holds, for at most so many seconds; return what it returned last."""
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             news = self._next
-            if found := holds():
-                return found
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0:
-                return found
-            news.wait(left)
+            if result := holds():
+                return result
+            remaining_s = None if end is None else end - time.monotonic()
+            if remaining_s is not None and remaining_s <= 0:
+                return result
+            news.wait(remaining_s)
 
 
 class Queue(Generic[T]):
@@ -110,10 +110,10 @@ class Queue(Generic[T]):
             self._filled.clear()
             if self._items:
                 return self._items.popleft()
-            left = end - time.monotonic()
-            if left <= 0:
+            remaining_s = end - time.monotonic()
+            if remaining_s <= 0:
                 raise queue.Empty
-            self._filled.wait(min(left, _LOOK_S))
+            self._filled.wait(min(remaining_s, _CHECK_S))
 
     def empty(self) -> bool:
         """Whether no item waits."""

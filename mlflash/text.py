@@ -95,8 +95,8 @@ def runs(numbers: Iterable[int]) -> list[str]:
     text = []
     ordered = sorted(set(numbers))
     for _, run in itertools.groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):
-        those = [number for _, number in run]
-        text.append(str(those[0]) if len(those) == 1 else f"{those[0]}-{those[-1]}")
+        members = [number for _, number in run]
+        text.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
     return text
 
 
@@ -107,5 +107,5 @@ def ranges(numbers: Iterable[int]) -> str:
 
 def named(ranks: Iterable[int]) -> str:
     """Name ranks: ``named([3]) == "rank 3"``, ``named([0, 1]) == "ranks 0-1"``."""
-    those = set(ranks)
-    return f"rank{'s' * (len(those) != 1)} {ranges(those)}"
+    distinct = set(ranks)
+    return f"rank{'s' * (len(distinct) != 1)} {ranges(distinct)}"

@@ -32,9 +32,9 @@ class Drain:
         error: why it failed; None if it has not failed.
     """
 
-    def __init__(self, step: int, look: Callable[[], None] = lambda: None, patience_s: float = float("inf")):
+    def __init__(self, step: int, check: Callable[[], None] = lambda: None, patience_s: float = float("inf")):
         self.step = step
-        self._look = look  # called again and again while somebody waits
+        self._check = check  # called again and again while somebody waits
         self._patience_s = patience_s
         self.path = ""
         self.nbytes = self.written = 0
@@ -76,7 +76,7 @@ class Drain:
         """
         end = float("inf") if timeout is None else time.monotonic() + timeout
         while not self._ended.wait(max(0.0, min(_NAP_S, end - time.monotonic()))):
-            self._look()
+            self._check()
             now = time.monotonic()
             if now - self.moved > self._patience_s:
                 raise self._late(f"no rank made progress for {self._patience_s:g} s")

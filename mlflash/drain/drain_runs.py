@@ -292,7 +292,7 @@ class DrainQueue:
         context, header = self._context, slot.header
         assert header is not None
 
-        def open_home_of_mine() -> dict[int, RankCheckpoint]:
+        def open_own_home() -> dict[int, RankCheckpoint]:
             files: ShareFiles = {}
             if slot.manifest().shared is not None:
                 node = context.world.node_index
@@ -303,7 +303,7 @@ class DrainQueue:
 
         verdict = slot.verdict
         drain_input = DrainInput(
-            header.attempt, header.step, context.world.size, open_home_of_mine, header.mark,
+            header.attempt, header.step, context.world.size, open_own_home, header.mark,
             checks={"values": verdict.name.lower()} if verdict else {}, verdict=lambda: slot.verdict,
         )  # fmt: skip
         self.begin(drain_input, [held for held in (slot, share) if held is not None])

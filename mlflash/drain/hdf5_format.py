@@ -125,14 +125,14 @@ def tensors(pieces: Sequence[Entry], sources: Sequence[Source], ties: Mapping[st
     return skeleton, starts
 
 
-def whole(ranks: Mapping[int, Sequence[tuple[str, Entry, bool]]], ties: Mapping[str, str], objects: Any,
+def master(ranks: Mapping[int, Sequence[tuple[str, Entry, bool]]], ties: Mapping[str, str], objects: Any,
           about: Mapping[str, Any]) -> FileWithHoles:  # fmt: skip
     """Lay out the master file, without index and card."""
     skeleton = FileWithHoles()
     places: dict[str, list[tuple[int, Entry]]] = {}
     for rank, pieces in ranks.items():
-        for name, piece, is_one in pieces:
-            if is_one:
+        for name, piece, has_one_value in pieces:
+            if has_one_value:
                 places.setdefault(name, []).append((rank, piece))
     # Virtual datasets need the newer format, which HDF5 1.10 reads.
     with h5py.File(skeleton.file, "w", userblock_size=CARD_NBYTES, libver=("v110", "v110")) as file:
@@ -332,7 +332,7 @@ class Hdf5:
         }
         planned = [receipt.objects for receipt in reversed(receipts) if receipt.names]
         objects = {key: value for part in planned for key, value in part.items()}
-        skeleton = whole(shown(receipts), receipts[0].ties, objects or receipts[0].objects, about)
+        skeleton = master(shown(receipts), receipts[0].ties, objects or receipts[0].objects, about)
         _finish(skeleton, drain_input, -1, owner, text)
         return [(MASTER, skeleton)]
 

@@ -312,10 +312,10 @@ def decode_table(raw: bytes, world_size: int) -> RankTable:
         (length,) = _COUNT.unpack_from(raw)
         document = json.loads(raw[_COUNT.size : _COUNT.size + length])
         numbers = _Numbers(raw, _COUNT.size + length)
-        files = numbers.take(world_size, len(_FILE), "<u8")
+        files = numbers.next_numbers(world_size, len(_FILE), "<u8")
         if (files[:, _SIZES] > MOST).any():
             raise ValueError("a file without a size")
-        dealt = numbers.take(world_size, 3, "<i8")
+        dealt = numbers.next_numbers(world_size, 3, "<i8")
         if (dealt < -1).any() or (dealt[:, 0] >= world_size).any() or (dealt[:, 1:] > MOST).any():
             raise ValueError("a rank begins nowhere")
         groups = [_group(fields, numbers, world_size) for fields in document["groups"]]
@@ -342,7 +342,7 @@ class _Numbers:
     def __init__(self, raw: bytes, at: int):
         self._raw, self.at = raw, at
 
-    def take(self, rows: int, width: int, dtype: str) -> np.ndarray:
+    def next_numbers(self, rows: int, width: int, dtype: str) -> np.ndarray:
         nbytes = rows * width * 8
         if self.at + nbytes > len(self._raw):
             raise ValueError(f"{rows} x {width} numbers are not there")
@@ -358,10 +358,10 @@ def _group(fields: Any, numbers: _Numbers, world_size: int) -> Group:
     for value in plain:
         check_plain(value)
     made = structure_from_document(structure, len(plain))
-    ranks = numbers.take(count, 1, "<i8").reshape(-1)
+    ranks = numbers.next_numbers(count, 1, "<i8").reshape(-1)
     if (np.diff(ranks) <= 0).any():
         raise ValueError("ranks that do not ascend")
-    rows = numbers.take(count, made.starts[-1], "<i8")
+    rows = numbers.next_numbers(count, made.starts[-1], "<i8")
     made.check_rows(rows)
     return Group(made, ranks, rows, plain)
 

@@ -27,7 +27,7 @@ from ..storage.file_holes import FileWithHoles, Source
 from .index import CARD_NBYTES, Card, Place, Places, Stored, encode_index, first_names, numbers_of, rows_of
 
 _CHECK = (1 << 64) - 1  # keeps 64 of 128 bits
-_WHOLE_NBYTES = 1 << 20  # smaller tensors are not divided
+_UNDIVIDED_NBYTES = 1 << 20  # smaller tensors are not divided
 Rows = tuple[int, int, int]  # number of a tensor, first row, row after the last
 
 
@@ -84,8 +84,8 @@ class RankContent:
         numbers = numbers_of(home.manifest.entries)
         place_of = {}
         for part, start, first in zip(self.parts, starts, self.first_checks, strict=True):
-            entry, whole = part.entry, part.tensor
-            begin, rows = (entry.offset[0] - whole.offset[0], entry.shape[0]) if entry.shape else (0, 1)
+            entry, tensor = part.entry, part.tensor
+            begin, rows = (entry.offset[0] - tensor.offset[0], entry.shape[0]) if entry.shape else (0, 1)
             place_of[numbers[entry.name]] = Place(start or 0, entry.nbytes, begin, rows, first, start is None)
         return Places(data, self.block_nbytes, self.checks, place_of)
 
@@ -133,7 +133,7 @@ def content_of(rank: int, home: RankCheckpoint, common: Sequence[Entry], survey:
     nth = siblings.index(rank) if shared else 0
     begins = []
     for tensors, ranks, nth_rank in ((common, world_size, rank), (shared, len(siblings), nth)):
-        dealt = list(deal(tensors, ranks, nth_rank)) if tensors else []
+        dealt = list(divide(tensors, ranks, nth_rank)) if tensors else []
         begins.append(_position(tensors, *dealt[0][:2]) if dealt else -1)
         for number, begin, end in dealt:
             tensor = tensors[number]
@@ -283,7 +283,7 @@ def digest(entry: Entry, content: int) -> bytes:
     return xxhash.xxh3_128_digest(text.encode())
 
 
-def deal(entries: Sequence[Entry], ranks: int, nth: int) -> Iterator[Rows]:
+def divide(entries: Sequence[Entry], ranks: int, nth: int) -> Iterator[Rows]:
     """Deal tensors out among some ranks; return the parts of the nth of them.
 
     Example:
@@ -295,7 +295,7 @@ def deal(entries: Sequence[Entry], ranks: int, nth: int) -> Iterator[Rows]:
     for number, entry in enumerate(entries):
         first, at = at, at + entry.nbytes
         rows = entry.shape[0] if entry.shape else 1
-        if entry.nbytes < _WHOLE_NBYTES or rows < 2:
+        if entry.nbytes < _UNDIVIDED_NBYTES or rows < 2:
             if (low <= first < high) if entry.nbytes else nth == 0:
                 yield number, 0, rows
             continue

@@ -127,7 +127,7 @@ class Placement:
         return tied_together(len(self.partners), ties)
 
 
-def deal(domains: Sequence[tuple[str, ...]], size: int) -> tuple[tuple[int, ...], ...]:
+def form_groups(domains: Sequence[tuple[str, ...]], size: int) -> tuple[tuple[int, ...], ...]:
     """Form groups of at least ``size`` nodes (or one of all, where there are fewer), as equal as can be.
 
     Of each failure domain a group has at most one node more than another group: no way to form so many groups
@@ -164,7 +164,7 @@ def place(topology: Topology, scheme: Scheme, domains: Sequence[tuple[str, ...]]
         return Placement(scheme, tuple((node,) for node in range(nodes)), nothing, ())
     if recorded and (kept := _recorded(topology, scheme, recorded)) is not None:
         return kept
-    node_groups = deal(domains or ((),) * nodes, scheme.members)
+    node_groups = form_groups(domains or ((),) * nodes, scheme.members)
     partners: list[tuple[int, ...]] = list(nothing)
     parity_groups = []
     held = [0] * len(topology.node_of)

@@ -316,7 +316,7 @@ class _Asked:
     """A part that is asked for, how many of its elements are not found yet, and how many more files may have them."""
 
     part: WantedPart
-    left: int
+    missing: int
     files: int
 
 
@@ -389,12 +389,12 @@ class OpenInDirectory:
         good, more, why = True, True, ""
         problem: MlflashError | None = None
         while True:
-            left = _ROUND_NBYTES
-            while good and more and left > 0:
+            budget_nbytes = _ROUND_NBYTES
+            while good and more and budget_nbytes > 0:
                 try:
                     nbytes = next(reading, None)
                     more = nbytes is not None
-                    left -= nbytes or 0
+                    budget_nbytes -= nbytes or 0
                 except (ConfigError, DeadlineExceeded) as error:  # nothing is damaged, and nothing older may be taken
                     good, problem = False, error
                 except Exception as error:  # from reading files, or from what yields the wanted parts
@@ -516,15 +516,17 @@ class OpenInDirectory:
             for number, asked_part in of_rank:
                 asked_part.files -= 1
                 for run in self._runs(rank, number, asked_part.part, places):
-                    asked_part.left -= math.prod(run.part[1])
+                    asked_part.missing -= math.prod(run.part[1])
                     runs.append(run)
             self._refuse_missing(asked_part for _, asked_part in of_rank)
             yield from self._files.fetch(runs, places)
 
     def _refuse_missing(self, asked: Iterable[_Asked]) -> None:
-        if missing := next((asked_part.part for asked_part in asked if asked_part.left and not asked_part.files), None):
-            raise CorruptSlot("parts of this tensor are not in the files of the checkpoint",
-                              tensor=self._leaf(missing.rank, missing.number)[0], step=self.step)  # fmt: skip
+        for asked_part in asked:
+            if asked_part.missing and not asked_part.files:
+                name, _ = self._leaf(asked_part.part.rank, asked_part.part.number)
+                raise CorruptSlot("parts of this tensor are not in the files of the checkpoint", tensor=name,
+                                  step=self.step)  # fmt: skip
 
     def _leaf(self, rank: int, number: int) -> tuple[str, tuple[int, ...]]:
         structure, row = self.olds.row(rank)

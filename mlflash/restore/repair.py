@@ -61,20 +61,20 @@ def repair(context: CourierState, scrubber: Scrubber) -> None:
     if world.all_of(is_whole):
         made = _reprotect(context, home, header.attempt)
     else:
-        is_lost = [rank for rank, whole in enumerate(world.gather(is_whole)) if not whole]
+        lost_ranks = [rank for rank, is_intact in enumerate(world.gather(is_whole)) if not is_intact]
         if world.rank == 0:
             log.warning("step %d: the slots of ranks %s stay damaged because neither copies nor parity can "
-                        "repair them; the next commit replaces them", header.step, is_lost)  # fmt: skip
+                        "repair them; the next commit replaces them", header.step, lost_ranks)  # fmt: skip
     reach("repair.done")
     world.renew_deadline()
-    whole = [slot for slot in damaged if slot.use is not Use.HOLDS or _is_whole(context, slot)]
-    scrubber.forget(whole)
+    repaired = [slot for slot in damaged if slot.use is not Use.HOLDS or _is_whole(context, slot)]
+    scrubber.forget(repaired)
     if damaged or blocks or made:
-        left = len(damaged) - len(whole)
-        context.recorder.repaired(header.step, time.perf_counter() - start, blocks, made, left)
+        still_damaged = len(damaged) - len(repaired)
+        context.recorder.repaired(header.step, time.perf_counter() - start, blocks, made, still_damaged)
         log.info("rank %d repaired what it holds of step %d: %d blocks repaired, %d files made again, %d still "
                  "damaged",
-                 world.rank, header.step, blocks, made, left)  # fmt: skip
+                 world.rank, header.step, blocks, made, still_damaged)  # fmt: skip
 
 
 def _restore_head(slot: Slot) -> None:
@@ -101,13 +101,13 @@ def _repair_own(context: CourierState, home: Slot, attempt: Attempt) -> tuple[in
     if not damaged:
         return 0, bad is not None
     _repair_from_copies(context, home, attempt, damaged)
-    left = _still_bad(home, bad)
-    context.recorder.counts["blocks repaired"] += len(bad or ()) - len(left)
-    damaged = {rank: blocks for rank, blocks in enumerate(world.gather(left)) if blocks}
+    still_bad = _still_bad(home, bad)
+    context.recorder.counts["blocks repaired"] += len(bad or ()) - len(still_bad)
+    damaged = {rank: blocks for rank, blocks in enumerate(world.gather(still_bad)) if blocks}
     if damaged and context.protection.placement.parity_groups and world.all_of(bad is not None):
         _repair_from_parity(context, home, attempt, damaged)
-        left = _still_bad(home, left)
-    return len(bad or ()) - len(left), bad is not None and not left
+        still_bad = _still_bad(home, still_bad)
+    return len(bad or ()) - len(still_bad), bad is not None and not still_bad
 
 
 def _bad_blocks(context: CourierState, home: Slot) -> list[int] | None:
@@ -127,8 +127,8 @@ def _repair_from_parity(context: CourierState, home: Slot, attempt: Attempt, dam
     """Repair blocks from parity; each member of a group must read its own slot."""
     world = context.world
     choice = choose(context.take_stock().of(attempt), world.topology.node_of)
-    is_mine = choice is not None and choice.source[world.rank] == (world.node_index, file_number(home.name))
-    if not world.all_of(is_mine) or choice is None:
+    is_own = choice is not None and choice.source[world.rank] == (world.node_index, file_number(home.name))
+    if not world.all_of(is_own) or choice is None:
         return
     able = {rank: blocks for rank, blocks in damaged.items() if choice.group_of(rank) is not None}
     repairs = ParityRepairs(context, choice, range(world.size), {world.rank: home}, able)
@@ -190,10 +190,10 @@ def _repair_from_copies(context: CourierState, home: Slot, attempt: Attempt, dam
     work: list[Operation] = []
     waits: set[int] = set()
     for rank, blocks in damaged.items():
-        left = list(blocks)
+        remaining = list(blocks)
         for partner in placement.partners[rank]:
             has = set(good[partner].get(rank, ()))
-            given, left = [b for b in left if b in has], [b for b in left if b not in has]
+            given, remaining = [b for b in remaining if b in has], [b for b in remaining if b not in has]
             if given and partner == world.rank:
                 work.append(_send_blocks(world, held[rank], rank, given))
                 waits.add(rank)
@@ -283,9 +283,9 @@ class ParityRepairs:
         self.rebuilt: dict[int, Slot] = {}
         affected = {group.ranks: group for rank in (*choice.rebuilt, *damaged) if (group := choice.group_of(rank))}
         for _, group in sorted(affected.items()):
-            self._look(group)
+            self._examine(group)
 
-    def _look(self, group: ParityGroup) -> None:
+    def _examine(self, group: ParityGroup) -> None:
         world, topology = self._context.world, self._context.world.topology
         places = zip(group.ranks, group.files, strict=True)
         readers = [-1 if place is None else topology.reader(rank, place[0]) for rank, place in places]
@@ -529,9 +529,9 @@ def protect_missing(context: CourierState, home: Slot, lacking: bool) -> None:
     context.recorder.counts["slots reprotected"] += lacking
     demand = protection.offer(pool, header.extents if lacking else None, again=True)
     context.ensure_room(demand, pairs=False)  # of each pair, the other slot may hold the last copy of the step before
-    whole = protection.protect(pool, Source(home, header.extents, None, context.pace), header.attempt)
+    is_intact = protection.protect(pool, Source(home, header.extents, None, context.pace), header.attempt)
     error: MlflashError | None = None
-    if not whole:
+    if not is_intact:
         error = CorruptSlot(
             "its copies or parity did not arrive whole", rank=world.rank, node=world.node_name, step=header.step
         )

@@ -259,8 +259,8 @@ class OldRanks(Mapping[int, OldRank]):
         what = (key, want.global_shape, want.offset, want.shape, rank, only)
         if what not in self._templates:
             self._templates[what] = self._template(key, want, rank, only)
-        template, whole = self._templates[what]
-        if not whole:
+        template, is_covered = self._templates[what]
+        if not is_covered:
             raise StructureMismatch("parts of this tensor are not in the checkpoint", tensor=want.name,
                                     expected=f"all of {want.shape} at {want.offset}",
                                     found=f"{len(template)} parts of it")  # fmt: skip

@@ -115,8 +115,8 @@ def _compare_wrapped(live: Any, tree: Tree, entries: tuple[Entry, ...], path: st
 
 
 def _describe_entry(entry: Entry) -> str:
-    whole = "" if entry.global_shape == entry.shape else f" at {list(entry.offset)} of {list(entry.global_shape)}"
-    return f"{entry.kind} {entry.dtype} {list(entry.shape)}{whole}"
+    place = "" if entry.global_shape == entry.shape else f" at {list(entry.offset)} of {list(entry.global_shape)}"
+    return f"{entry.kind} {entry.dtype} {list(entry.shape)}{place}"
 
 
 def _describe_live(value: Any, path: str) -> str:

@@ -92,8 +92,8 @@ def test_parts_are_disjoint_cover_everything_and_are_balanced(shapes: list[tuple
         Entry(str(n), "tensor", "float32", shape, (0,) * len(shape), shape, 0, 4 * math.prod(shape))
         for n, shape in enumerate(shapes)
     ]
-    dealt = [list(rank_content.deal(entries, ranks, nth)) for nth in range(ranks)]
-    assert dealt == [list(rank_content.deal(entries, ranks, nth)) for nth in range(ranks)]
+    dealt = [list(rank_content.divide(entries, ranks, nth)) for nth in range(ranks)]
+    assert dealt == [list(rank_content.divide(entries, ranks, nth)) for nth in range(ranks)]
     for number, entry in enumerate(entries):
         rows = entry.shape[0] if entry.shape else 1
         taken = [row for parts in dealt for n, begin, end in parts if n == number for row in range(begin, end)]

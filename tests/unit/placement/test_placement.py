@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from unit.layouts import SCHEMES, layout
 
 from mlflash.errors import ConfigError
-from mlflash.placement.redundancy import deal, parse, place
+from mlflash.placement.redundancy import form_groups, parse, place
 from mlflash.placement.survival import Survival, describe, of, too_close
 from mlflash.placement.topology import Topology, from_node_ids
 
@@ -65,7 +65,7 @@ def test_every_rank_of_any_job_is_protected_by_as_many_other_nodes_as_it_can_be(
 )
 def test_no_group_has_more_nodes_of_a_domain_than_it_must_at_any_level(racks: list[tuple[str, str]], size: int) -> None:
     domains = [(row, f"{row}/{rack}") for row, rack in racks]
-    groups = deal(domains, size)
+    groups = form_groups(domains, size)
     assert sorted(node for group in groups for node in group) == list(range(len(domains)))
     for level in (0, 1):
         for name in {domain[level] for domain in domains}:
