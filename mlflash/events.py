@@ -27,11 +27,9 @@ class Event:
         self._waiting: list[threading.Lock] = []
 
     def is_set(self) -> bool:
-        """Whether it is set."""
         return self._is_set
 
     def set(self) -> None:
-        """Set it, and wake all who wait."""
         self._is_set = True
         while self._waiting:
             try:
@@ -41,7 +39,6 @@ class Event:
             waiting.release()
 
     def clear(self) -> None:
-        """Clear it."""
         self._is_set = False
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -99,7 +96,6 @@ class Queue(Generic[T]):
         self._filled = Event()
 
     def put(self, item: T) -> None:
-        """Add an item."""
         self._items.append(item)
         self._filled.set()
 
@@ -116,5 +112,4 @@ class Queue(Generic[T]):
             self._filled.wait(min(remaining_s, _CHECK_S))
 
     def empty(self) -> bool:
-        """Whether no item waits."""
         return not self._items

@@ -93,7 +93,6 @@ class Drain:
                                 ranks=ranks)  # fmt: skip
 
     def note_progress(self) -> None:
-        """Note that some rank has made progress."""
         self.moved, self.silent = time.monotonic(), ((), "")
         self.on_change()
 

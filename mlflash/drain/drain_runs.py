@@ -475,13 +475,11 @@ class DrainRun:
     def _write(self, rank: int, rank_content: RankContent) -> None:
         self.described[rank] = rank_content.rank
         self.drain.progress += 1
-        files, stored, receipt = self.file_format.rank_files(
-            self.drain_input, rank, self.drain_input.homes[rank], rank_content, self.config.owner
-        )
+        files, stored, receipt = self.file_format.rank_files(self.drain_input, rank, rank_content, self.config.owner)
         self.drain.nbytes += sum(skeleton.nbytes for _, skeleton in files)
         at_once = min(self.config.drain_writers or self.world.size, self.world.size)
         with _closing(files):
-            origin, digests = Origin.of(self.drain_input.homes[rank]), _digests(files)
+            origin, digests = Origin.of(rank_content.home), _digests(files)
             for name, skeleton in files:
                 self.written.append(name)
                 content = _paced(skeleton.stream(_CHUNK_NBYTES), self.drain, self.config.drain_rate / at_once)

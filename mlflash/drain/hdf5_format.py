@@ -304,16 +304,16 @@ class Hdf5:
     def __init__(self, compression: str):
         self._compression = compression
 
-    def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, content: RankContent, owner: str
+    def rank_files(self, drain_input: DrainInput, rank: int, content: RankContent, owner: str
                    ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip
         name = rank_file_name(rank)
         names_here = {part.entry.name for part in content.parts}
-        objects, names = _objects(home)
+        objects, names = _objects(content.home)
         ties = {name: first for name, first in content.ties.items() if first in names_here}
         entries = [part.entry for part in content.parts]
         skeleton, starts = tensors(entries, content.sources, ties, objects, self._compression)
-        places = content.places(home, name, starts)
-        text, first_nbytes = content.index(home, places)
+        places = content.places(name, starts)
+        text, first_nbytes = content.index(places)
         card = _finish(skeleton, drain_input, rank, owner, text)
         stored = Stored.of(name, card, name, card.file_nbytes, text[:first_nbytes])
         pieces = [(part.entry, part.common >= 0, places.check(place))

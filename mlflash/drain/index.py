@@ -211,17 +211,12 @@ def decode_index(raw: bytes, data: str, data_nbytes: int) -> Index:
     held = manifest.decode(raw[end:], _HEAD.unpack_from(raw)[3])
     for number, place in places.of.items():
         entry = held.entries[number] if number < len(held.entries) else None
-        if entry is None or not are_rows(place, entry.shape, entry.nbytes):
+        rows = entry.shape[0] if entry is not None and entry.shape else 1
+        if entry is None or place.begin + place.rows > rows or place.nbytes * rows != entry.nbytes * place.rows:
             raise CorruptSlot("the index of a drained file is damaged: rows of no tensor")
         if place.packed and not (entry.shape and place.nbytes):
             raise CorruptSlot("the index of a drained file is damaged: rows that cannot be compressed")
     return Index(places.data, places.block_nbytes, places.checks, places.of, held)
-
-
-def are_rows(place: Place, shape: tuple[int, ...], nbytes: int) -> bool:
-    """Whether a place can hold rows of a leaf of so many bytes."""
-    of = shape[0] if shape else 1
-    return place.begin + place.rows <= of and place.nbytes * of == nbytes * place.rows
 
 
 # What all ranks of a drained checkpoint hold, and in which files:

@@ -70,6 +70,7 @@ class Part:
 class RankContent:
     """What goes into the file of a rank."""
 
+    home: RankCheckpoint
     parts: list[Part]
     sources: list[Source]
     commons: list[int]  # for each entry of the slot, the lowest of the ranks that hold it alike; -1: only this one does
@@ -79,9 +80,9 @@ class RankContent:
     checks: np.ndarray  # one for each block of each part
     first_checks: list[int]  # where the checksums of each part begin
 
-    def places(self, home: RankCheckpoint, data: str, starts: Sequence[int | None]) -> Places:
+    def places(self, data: str, starts: Sequence[int | None]) -> Places:
         """Where the parts are in a file, given where each begins there; None: it is compressed."""
-        numbers = numbers_of(home.manifest.entries)
+        numbers = numbers_of(self.home.manifest.entries)
         place_of = {}
         for part, start, first in zip(self.parts, starts, self.first_checks, strict=True):
             entry, tensor = part.entry, part.tensor
@@ -89,8 +90,9 @@ class RankContent:
             place_of[numbers[entry.name]] = Place(start or 0, entry.nbytes, begin, rows, first, start is None)
         return Places(data, self.block_nbytes, self.checks, place_of)
 
-    def index(self, home: RankCheckpoint, places: Places) -> tuple[bytes, int]:
+    def index(self, places: Places) -> tuple[bytes, int]:
         """The encoded index of the file, and how many bytes of it say where everything is."""
+        home = self.home
         raw = home.slot.view[PAGE_NBYTES : PAGE_NBYTES + home.header.manifest_nbytes].tobytes()
         return encode_index(raw, home.header.extents.payload_nbytes, places)
 
@@ -162,7 +164,7 @@ def content_of(rank: int, home: RankCheckpoint, common: Sequence[Entry], survey:
     commons = [alike.get(name, -1) if entry.nbytes else -1 for entry, name in zip(entries, names, strict=True)]
     ties = {entry.name: name for entry, name in zip(entries, names, strict=True) if entry.name != name}
     sums = np.array(checks, dtype="<u8")
-    return RankContent(parts, sources, commons, described, ties, block_nbytes, sums, first_checks)
+    return RankContent(home, parts, sources, commons, described, ties, block_nbytes, sums, first_checks)
 
 
 def _position(entries: Sequence[Entry], number: int, row: int) -> int:
@@ -248,7 +250,7 @@ class FileFormat(Protocol):
     name: str
     most_pieces: float  # how many pieces, of all ranks, its last file lists; if there are more, it lists none
 
-    def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, content: RankContent, owner: str
+    def rank_files(self, drain_input: DrainInput, rank: int, content: RankContent, owner: str
                    ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip
         """Lay out the files of a rank, in the order in which they are to be written."""
 

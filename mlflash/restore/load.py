@@ -195,36 +195,6 @@ class Restores:
         self._recorder.seconds["load"] += time.perf_counter() - start
         return self._restored(home)
 
-    def _compare(self, choice: FoundInMemory, state: Any) -> tuple[MemoryCheckpoint, Filling | None, bool]:
-        """Open what was chosen in memory, and compare it with a state. Collective over the world.
-
-        Returns:
-            The checkpoint; what fills the state with it, None if ranks or shards are others, so that the state must be
-            put together; and whether all ranks have objects of the same names.
-
-        Raises:
-            StructureMismatch: on all ranks, if the state of any does not match.
-        """
-
-        def prepare() -> tuple[MemoryCheckpoint, Filling | None]:
-            checkpoint = self._open(choice)
-            home = checkpoint.own
-            if home is None or reshard.only_shards_differ(state, home):
-                return checkpoint, None
-            manifest = home.manifest
-            refuse_differences(state, manifest.tree, manifest.entries)
-            return checkpoint, Filling(state, manifest.tree, manifest.entries, manifest.plain, home.reader())
-
-        def numbers(prepared: tuple[MemoryCheckpoint, Filling | None]) -> list[int]:
-            _, filling = prepared
-            name = 0 if filling is None else name_of_objects(filling)
-            return [int(filling is not None), name, -name]
-
-        (checkpoint, filling), (is_alike, low, high) = self._ranks.together_least(
-            prepare, numbers, 3, lambda why: StructureMismatch(f"the state could not be read: {why}"), choice.step
-        )
-        return checkpoint, filling if is_alike else None, low == -high
-
     @_doing
     def load(self, wanted: WantedStep, source: str | None = None, copy: bool = True) -> tuple[int | None, Any]:
         """Return the state anew; see `Checkpointer.load`."""
@@ -320,62 +290,16 @@ class Restores:
             return str(error)
         return "it does not exist" if loadable is None else None
 
-    def _verify_once(self, drained: OpenInDirectory) -> None:
-        """Read every byte of a checkpoint in the directory, once. Collective over the world. Raises CorruptSlot."""
-        if drained.listed not in self._verified:
-            drained.verify_together()
-            self._verified.add(drained.listed)
+    # Choose
 
-    def _close(self, checkpoint: Found) -> int | None:
-        if checkpoint is None:
-            return None
-        if isinstance(checkpoint, OpenInDirectory):
+    def _find_verified(self, search: Search) -> Found:
+        """Find the newest checkpoint that fits and of which every byte is verified, in memory or in the directory."""
+        while isinstance(checkpoint := self._find(search), OpenInDirectory):
+            with self._passing_over(checkpoint, search):
+                self._verify_once(checkpoint)
+                return checkpoint
             checkpoint.close()
-        else:
-            self._slots.unmap_others(checkpoint.slots)
-        return checkpoint.step
-
-    def _prepare_or_warn(self, state: Any) -> None:
-        try:
-            self._saves.prepare(state)
-        except (MemoryTooSmall, StateError) as error:  # training may begin; each save reports this again
-            if self._ranks.rank == 0:
-                log.warning("the slots could not be made: %s", error)
-
-    def _put_together(self, old: OpenCheckpoint, state: Any) -> int:
-        """Restore what other ranks saved, or what is in other shards, or not in memory."""
-        start = time.perf_counter()
-        made: reshard.Resharded
-        try:
-            made = reshard.reshard(self._trainer, old, state)
-        except MemoryTooSmall:  # on all ranks
-            if not isinstance(old, OpenInDirectory):
-                raise
-            # What memory holds is of no use now. But delete it only for a checkpoint that is known to be whole.
-            self._verify_once(old)
-            made = reshard.reshard(self._trainer, old, state, gives_way=True)
-        try:
-            self._loading.fill(old.step, made.filling(state))
-        except BaseException:  # after an interrupt, too
-            reshard.give_up(self._trainer, old)
-            raise
-        self._recorder.seconds["load"] += time.perf_counter() - start
-        reach("restore.loaded")
-        reshard.protect(self._trainer, old, made)
-        self._recorder.counts["drained restores" if isinstance(old, OpenInDirectory) else "resharded"] += 1
-        self._count(old.step, old.path)
-        return old.step
-
-    def _load_drained(self, drained: OpenInDirectory) -> tuple[int, Any]:
-        if drained.world_size != self._ranks.size:
-            raise WorldSizeChanged("another number of ranks saved the checkpoint: restore(state) converts it to "
-                                   "this number", step=drained.step, expected=f"{drained.world_size} ranks",
-                                   found=self._ranks.size)  # fmt: skip
-        manifest, read, wanted_parts = drained.state(self._ranks.rank)
-        is_intact = drained.read(wanted_parts)
-        self._loading.together(drained.step, lambda: _finish(is_intact, lambda: None))
-        self._count(drained.step, drained.path)
-        return drained.step, materialize(manifest.tree, manifest.entries, manifest.plain, read)
+        return checkpoint
 
     def _find(self, search: Search) -> Found:
         choice = self._choose(search)
@@ -408,14 +332,6 @@ class Restores:
             finally:
                 self._recorder.seconds["find and fetch"] += time.perf_counter() - start
 
-    def _open(self, choice: FoundInMemory) -> MemoryCheckpoint:
-        slots, node, own = self._slots, self._ranks.node_index, None
-        homes = {rank: open_home(self._trainer, file, choice.files) for rank, file in choice.homes.items()}
-        if choice.own is not None:
-            own = open_rank_checkpoint(slots.open, node, slots.holding(choice.own), choice.files)
-            homes = {self._ranks.rank: own}
-        return MemoryCheckpoint(choice.attempt, choice.step, choice.restores, homes, choice.files, own)
-
     @contextlib.contextmanager
     def _passing_over(self, opened: OpenInDirectory, search: Search) -> Iterator[None]:
         """Pass over a checkpoint of the directory that is found to be damaged."""
@@ -429,14 +345,109 @@ class Restores:
         if self._ranks.rank == 0:
             log.warning("%s cannot be restored from, so an older checkpoint is tried: %s", listed.folder, why)
 
-    def _find_verified(self, search: Search) -> Found:
-        """Find the newest checkpoint that fits and of which every byte is verified, in memory or in the directory."""
-        while isinstance(checkpoint := self._find(search), OpenInDirectory):
-            with self._passing_over(checkpoint, search):
-                self._verify_once(checkpoint)
-                return checkpoint
+    def _verify_once(self, drained: OpenInDirectory) -> None:
+        """Read every byte of a checkpoint in the directory, once. Collective over the world. Raises CorruptSlot."""
+        if drained.listed not in self._verified:
+            drained.verify_together()
+            self._verified.add(drained.listed)
+
+    # Open what the courier has fetched
+
+    def _open(self, choice: FoundInMemory) -> MemoryCheckpoint:
+        slots, node, own = self._slots, self._ranks.node_index, None
+        homes = {rank: open_home(self._trainer, file, choice.files) for rank, file in choice.homes.items()}
+        if choice.own is not None:
+            own = open_rank_checkpoint(slots.open, node, slots.holding(choice.own), choice.files)
+            homes = {self._ranks.rank: own}
+        return MemoryCheckpoint(choice.attempt, choice.step, choice.restores, homes, choice.files, own)
+
+    def _compare(self, choice: FoundInMemory, state: Any) -> tuple[MemoryCheckpoint, Filling | None, bool]:
+        """Open what was chosen in memory, and compare it with a state. Collective over the world.
+
+        Returns:
+            The checkpoint; what fills the state with it, None if ranks or shards are others, so that the state must be
+            put together; and whether all ranks have objects of the same names.
+
+        Raises:
+            StructureMismatch: on all ranks, if the state of any does not match.
+        """
+
+        def prepare() -> tuple[MemoryCheckpoint, Filling | None]:
+            checkpoint = self._open(choice)
+            home = checkpoint.own
+            if home is None or reshard.only_shards_differ(state, home):
+                return checkpoint, None
+            manifest = home.manifest
+            refuse_differences(state, manifest.tree, manifest.entries)
+            return checkpoint, Filling(state, manifest.tree, manifest.entries, manifest.plain, home.reader())
+
+        def numbers(prepared: tuple[MemoryCheckpoint, Filling | None]) -> list[int]:
+            _, filling = prepared
+            name = 0 if filling is None else name_of_objects(filling)
+            return [int(filling is not None), name, -name]
+
+        (checkpoint, filling), (is_alike, low, high) = self._ranks.together_least(
+            prepare, numbers, 3, lambda why: StructureMismatch(f"the state could not be read: {why}"), choice.step
+        )
+        return checkpoint, filling if is_alike else None, low == -high
+
+    def _close(self, checkpoint: Found) -> int | None:
+        if checkpoint is None:
+            return None
+        if isinstance(checkpoint, OpenInDirectory):
             checkpoint.close()
-        return checkpoint
+        else:
+            self._slots.unmap_others(checkpoint.slots)
+        return checkpoint.step
+
+    # Load
+
+    def _prepare_or_warn(self, state: Any) -> None:
+        try:
+            self._saves.prepare(state)
+        except (MemoryTooSmall, StateError) as error:  # training may begin; each save reports this again
+            if self._ranks.rank == 0:
+                log.warning("the slots could not be made: %s", error)
+
+    def _put_together(self, old: OpenCheckpoint, state: Any) -> int:
+        """Restore what other ranks saved, or what is in other shards, or not in memory."""
+        start = time.perf_counter()
+        made: reshard.Resharded
+        try:
+            made = reshard.reshard(self._trainer, old, state)
+        except MemoryTooSmall:  # on all ranks
+            if not isinstance(old, OpenInDirectory):
+                raise
+            # What memory holds is of no use now. But delete it only for a checkpoint that is known to be whole.
+            self._verify_once(old)
+            made = reshard.reshard(self._trainer, old, state, gives_way=True)
+        try:
+            self._loading.fill(old.step, made.filling(state))
+        except BaseException:  # after an interrupt, too
+            self._slots.give_back(old)  # what was put together in them was not loaded
+            raise
+        self._recorder.seconds["load"] += time.perf_counter() - start
+        reach("restore.loaded")
+        reshard.protect(self._trainer, old, made)
+        self._recorder.counts["drained restores" if isinstance(old, OpenInDirectory) else "resharded"] += 1
+        self._count(old.step, old.path)
+        return old.step
+
+    def _load_drained(self, drained: OpenInDirectory) -> tuple[int, Any]:
+        if drained.world_size != self._ranks.size:
+            raise WorldSizeChanged("another number of ranks saved the checkpoint: restore(state) converts it to "
+                                   "this number", step=drained.step, expected=f"{drained.world_size} ranks",
+                                   found=self._ranks.size)  # fmt: skip
+        manifest, read, wanted_parts = drained.state(self._ranks.rank)
+        is_intact = drained.read(wanted_parts)
+        self._loading.together(drained.step, lambda: _finish(is_intact, lambda: None))
+        self._count(drained.step, drained.path)
+        return drained.step, materialize(manifest.tree, manifest.entries, manifest.plain, read)
+
+    def _hold_until_protected(self, home: RankCheckpoint) -> None:
+        """Keep saves from writing the step before a step that was rolled forward: only that covers a lost node."""
+        if self._in_memory is not None and self._in_memory.rolled_forward:
+            self._courier.call("hold_older", self._number_of(home))
 
     def _restored(self, home: RankCheckpoint) -> int:
         self._slots.unmap_others(home.shares)
@@ -446,9 +457,6 @@ class Restores:
         self._courier.post(self._courier.job("reprotect_restored", self._number_of(home)))
         return step
 
-    def _number_of(self, home: RankCheckpoint) -> int:
-        return next(number for number, slot in enumerate(self._slots.own) if slot is home.slot)
-
     def _count(self, step: int, path: str = "memory", home: RankCheckpoint | None = None) -> None:
         self._saves.last_step = self._drains.restored = step
         self._courier.call("restored", None if home is None else self._number_of(home))
@@ -457,10 +465,8 @@ class Restores:
         origin = path if self._in_memory is None else self._in_memory.restored_from
         self._recorder.restored(step, time.perf_counter() - self._began, path, origin, nbytes, how)
 
-    def _hold_until_protected(self, home: RankCheckpoint) -> None:
-        """Keep saves from writing the step before a step that was rolled forward: only that covers a lost node."""
-        if self._in_memory is not None and self._in_memory.rolled_forward:
-            self._courier.call("hold_older", self._number_of(home))
+    def _number_of(self, home: RankCheckpoint) -> int:
+        return next(number for number, slot in enumerate(self._slots.own) if slot is home.slot)
 
 
 def _finish(is_intact: bool, done: Callable[[], None]) -> None:

@@ -99,7 +99,7 @@ def reshard(trainer: TrainerContext, old: OpenCheckpoint, state: Any, gives_way:
             raise CorruptSlot("parts of the checkpoint did not arrive whole", step=old.step)
     except MlflashError as error:
         if error.agreed or not isinstance(error, DeadlineExceeded):  # otherwise the courier may still write to them
-            give_up(trainer, old)
+            trainer.slots.give_back(old)
         raise
     reach("restore.resharded")
     if ranks.rank == 0:
@@ -150,11 +150,6 @@ def _warn_of_own(old: OpenCheckpoint, size: int) -> None:
     if new and own:
         log.warning("%s: each rank had its own %s, and there was no %s: on the new ranks it stays as it is",
                     how, listed(sorted(own), _NAMED), named(new))  # fmt: skip
-
-
-def give_up(trainer: TrainerContext, old: OpenCheckpoint) -> None:
-    """Let saves write the slots again, because what was put together in them was not loaded."""
-    trainer.slots.give_back(old)
 
 
 def protect(trainer: TrainerContext, old: OpenCheckpoint, made: Resharded) -> None:

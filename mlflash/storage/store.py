@@ -57,7 +57,6 @@ class Directory:
         self._below = below  # a link to the directory itself is left to the user
 
     def at(self, name: str) -> Directory:
-        """The directory of that name below this one."""
         return Directory(os.path.join(self.path, name), below=True)
 
     def make(self, parents: bool = True) -> None:
@@ -130,7 +129,6 @@ class Directory:
         return os.fdopen(self._open(name), "rb")
 
     def nbytes(self, name: str) -> int:
-        """Size of a file."""
         return os.stat(os.path.join(self.path, name), follow_symlinks=False).st_size
 
     def remove(self, name: str) -> None:

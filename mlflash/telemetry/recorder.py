@@ -14,6 +14,7 @@ import collections
 import json
 import logging
 import math
+import operator
 import os
 import queue
 import random
@@ -368,6 +369,7 @@ _MOST_US = 1 << (62 - _RANK_BITS)
 _CODE_BITS = 12
 _CODES_PER_E = ((1 << _CODE_BITS) - 1) / math.log(_MOST_US)  # makes a code exact to 0.4 %
 
+_SECONDS = operator.attrgetter("seconds")
 _LEAST_S, _LEAST_SHARE = 0.25, 0.2  # later by seconds, and by a share of the time from `save` to the commit
 _TIMES, _OF = 3, 6  # late in so many of so many commits
 _CALM = 12  # it is forgotten after so many commits without lateness
@@ -389,7 +391,6 @@ class Lateness(NamedTuple):
     node: str
 
     def as_fields(self) -> dict[str, Any]:
-        """Return what the heartbeat shows of it."""
         return {"late_s": self.own.seconds, "late_in": self.own.phase, "slowest": self.slowest.rank,
                 "slowest_on": self.node, "slowest_s": self.slowest.seconds,
                 "slowest_in": self.slowest.phase}  # fmt: skip
@@ -432,14 +433,16 @@ class PhaseSample:
             late_s = usual[phase] - seconds if phase == "training" else seconds - usual[phase]
             return late_s - explained.get(phase, 0.0)
 
-        slowest = max((Late(rank, phase, beyond(phase, seconds)) for phase, (seconds, rank) in most.items()), key=_by)
-        own = max((Late(self._rank, phase, beyond(phase, self._phase_s[phase])) for phase in PHASES), key=_by)
+        slowest = max(
+            (Late(rank, phase, beyond(phase, seconds)) for phase, (seconds, rank) in most.items()),
+            key=operator.attrgetter("seconds"),
+        )
+        own = max(
+            (Late(self._rank, phase, beyond(phase, self._phase_s[phase])) for phase in PHASES),
+            key=operator.attrgetter("seconds"),
+        )
         slowest, own = (late._replace(seconds=max(0.0, late.seconds)) for late in (slowest, own))
         return Lateness(slowest, own, name_of(slowest.rank))
-
-
-def _by(late: Late) -> float:
-    return late.seconds
 
 
 def _microseconds(seconds: float) -> int:
