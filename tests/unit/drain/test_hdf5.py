@@ -97,9 +97,9 @@ def test_every_dtype_of_pytorch_is_stored_and_read_as_what_it_is_or_marked_as_ra
     values = {name: random_tensor(name, (3, 4)) for name in MAKEABLE}
     entries, starts = written(tmp_path / "rank.h5", values)
     content = (tmp_path / "rank.h5").read_bytes()
-    found = read_elsewhere(tmp_path / "rank.h5", tmp_path)
+    datasets = read_elsewhere(tmp_path / "rank.h5", tmp_path)
     for entry, start in zip(entries, starts, strict=True):
-        value, (read, dtype, raw, shape) = values[entry.name], found[entry.name]
+        value, (read, dtype, raw, shape) = values[entry.name], datasets[entry.name]
         bits = live_bytes(value).tobytes()
         assert content[start : start + entry.nbytes] == bits, "the bytes of the slot, unchanged"
         assert (dtype, raw, shape) == (entry.name, entry.name in RAW, (3, 4))
@@ -119,9 +119,9 @@ def test_every_dtype_of_numpy_is_stored_and_read_as_what_it_is_or_marked_as_raw(
         values[name] = np.frombuffer(raw.tobytes(), dtype=name).reshape(2, 3)
     values["<U3"] = np.array([["é", "", "abc"], ["\U0001f680", "x", "yz"]])
     written(tmp_path / "rank.h5", values)
-    found = read_elsewhere(tmp_path / "rank.h5", tmp_path)
+    datasets = read_elsewhere(tmp_path / "rank.h5", tmp_path)
     for name, value in values.items():
-        read, dtype, raw, _ = found[name]
+        read, dtype, raw, _ = datasets[name]
         assert dtype == name
         assert raw == (value.dtype.kind in "UmM" or (value.dtype.kind == "c" and value.dtype.itemsize > 16)), name
         if raw:
@@ -149,8 +149,8 @@ def test_odd_names_are_kept_apart_and_can_be_told_from_the_names_in_the_file(tmp
     written(tmp_path / "rank.h5", values)
     names = [hdf5_format.dataset_name(name) for name in ODD]
     assert len(set(names)) == len(ODD) and not any("/" in name for name in names)
-    found = read_elsewhere(tmp_path / "rank.h5", tmp_path)
-    assert {name: found[name][0].tolist() for name in names} == {name: [n] * 3 for n, name in enumerate(names)}
+    datasets = read_elsewhere(tmp_path / "rank.h5", tmp_path)
+    assert {name: datasets[name][0].tolist() for name in names} == {name: [n] * 3 for n, name in enumerate(names)}
 
 
 @given(one=st.text(max_size=8), other=st.text(max_size=8))
@@ -165,12 +165,12 @@ def test_scalars_and_empty_tensors_keep_their_shapes(tmp_path: Path) -> None:
         "number": np.array(7), "words": np.zeros(0, dtype="<U3"),
     }  # fmt: skip
     written(tmp_path / "rank.h5", values)
-    found = read_elsewhere(tmp_path / "rank.h5", tmp_path)
+    datasets = read_elsewhere(tmp_path / "rank.h5", tmp_path)
     for name, value in values.items():
-        read, _, raw, shape = found[name]
+        read, _, raw, shape = datasets[name]
         assert shape == tuple(value.shape)
         assert raw or read.shape == shape, name
-    assert (found["scalar"][0], found["number"][0], found["raw scalar"][0]) == (2.5, 7, 68)
+    assert (datasets["scalar"][0], datasets["number"][0], datasets["raw scalar"][0]) == (2.5, 7, 68)
 
 
 def test_tied_tensors_are_hard_links_and_objects_are_json(tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ def test_what_json_does_not_have_is_refused(value: Any, text: str) -> None:
 def test_what_is_given_is_kept_as_canonical_json_also_from_the_environment() -> None:
     made = config.from_environment({}, None, job="j", provenance={"seed": 1, "git": "ä"})
     assert made.provenance == '{"git":"ä","seed":1}'
-    told = config.from_environment({"MLFLASH_PROVENANCE": ' {"seed": 1,\n"git": "ä"}'}, None, job="j")
-    assert told.provenance == made.provenance
+    settings = config.from_environment({"MLFLASH_PROVENANCE": ' {"seed": 1,\n"git": "ä"}'}, None, job="j")
+    assert settings.provenance == made.provenance
     assert config.from_environment({}, None, job="j").provenance == ""
     assert config.from_environment({"MLFLASH_PROVENANCE": "{}"}, None, job="j", provenance={"a": 1}).provenance != "{}"
 
@@ -123,8 +123,8 @@ def test_the_digest_is_sha256_of_all_else_and_can_be_made_without_mlflash() -> N
     (raw,) = written().values()
     document = json.loads(raw)
     digest = document.pop("digest")
-    again = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
-    assert hashlib.sha256(again).hexdigest() == digest
+    encoded = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    assert hashlib.sha256(encoded).hexdigest() == digest
 
 
 def change(document: dict[str, Any], where: str, value: Any) -> None:
