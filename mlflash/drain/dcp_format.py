@@ -24,7 +24,7 @@ from ..storage.file_holes import FileWithHoles
 from ..storage.whole_state import build
 from ..text import listed
 from . import checkpoint_directory
-from .index import Stored
+from .index import RankFiles
 from .rank_content import DrainInput, RankContent, Receipt, plain_file
 
 log = logging.getLogger("mlflash")
@@ -39,7 +39,7 @@ class Dcp:
     most_pieces: float = math.inf
 
     def rank_files(self, drain_input: DrainInput, rank: int, content: RankContent, owner: str
-                   ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip
+                   ) -> tuple[list[tuple[str, FileWithHoles]], Receipt]:  # fmt: skip
         key_of, extras, paths = _keys(rank, content)
         known = [number for number, part in enumerate(content.parts) if part.entry.name in key_of]
         pieces = [_renamed(content.parts[number].entry, key_of) for number in known]
@@ -53,12 +53,12 @@ class Dcp:
         where = content.places(name, [starts[number] for number in range(len(content.parts))])
         text, first_nbytes = content.index(where)
         card_file, card = plain_file(drain_input, rank, owner, text)
-        stored = Stored.of(card_name, card, name, skeleton.nbytes, text[:first_nbytes])
+        rank_files = RankFiles.of(card_name, card, name, skeleton.nbytes, text[:first_nbytes])
         ties = {key_of[a]: key_of[b] for a, b in content.ties.items() if a in key_of and b in key_of}
         meshes = {key_of[entry.name]: entry.mesh for entry in content.home.manifest.entries if entry.name in key_of}
         more = pickle.dumps((Contents(name, pieces, list(extras), places), paths, ties, meshes))
-        receipt = Receipt(rank, [], content.ties, None, more=zlib.compress(more, 1))
-        return [(card_name, card_file), (name, skeleton)], stored, receipt
+        receipt = Receipt(rank, rank_files, [], content.ties, None, more=zlib.compress(more, 1))
+        return [(card_name, card_file), (name, skeleton)], receipt
 
     def master_files(
         self, drain_input: DrainInput, text: bytes, receipts: Sequence[Receipt], job: str, owner: str

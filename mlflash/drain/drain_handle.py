@@ -12,7 +12,7 @@ from ..errors import DeadlineExceeded, DrainFailed, MlflashError
 from ..events import Event
 from ..memory.slot import Attempt
 from ..storage.store import Store
-from .index import Stored
+from .index import RankFiles
 
 if TYPE_CHECKING:
     from ..channel.client import Client
@@ -42,7 +42,7 @@ class Drain:
         self.error: MlflashError | None = None
         self.progress = 0  # grows while this rank makes progress
         self.inside: Store | None = None  # the folder; None before it has a name
-        self.stored: dict[int, Stored] = {}  # written by this rank, by the rank whose state it is
+        self.stored: dict[int, RankFiles] = {}  # written by this rank, by the rank whose state it is
         self.attempt: Attempt | None = None
         self.moved = time.monotonic()  # when any rank last made progress
         # the ranks that do not answer while no rank makes progress, as numbers and in words

@@ -46,7 +46,7 @@ from ..storage.store import Store, each, is_url, open_store
 from . import checkpoint_directory, provenance
 from .checkpoint_directory import Listing
 from .drain_handle import Drain
-from .index import Stored, encode_table
+from .index import RankFiles, encode_table
 from .provenance import Signer
 from .rank_content import (
     DrainInput,
@@ -326,7 +326,7 @@ class DrainRun:
         self.inside = self.store  # the folder of this checkpoint, once it has one
         self.written: list[str] = []
         self.commits: list[str] = []  # those of them that mark the checkpoint as complete
-        self.receipts: list[tuple[Stored, Receipt]] = []
+        self.receipts: list[Receipt] = []
         self.described: dict[int, Described] = {}  # ranks whose files this rank writes
 
     def moves(self) -> Operation:
@@ -394,7 +394,7 @@ class DrainRun:
         gathered = yield from self._gather()
         self._list_no_more_than_it_may(gathered, len({*sets.values()}))
         gathered_receipts = yield from collectives.collect(self.receipts)
-        receipts = sorted((r for pairs in gathered_receipts for r in pairs), key=lambda pair: pair[1].rank)
+        receipts = sorted((r for of_rank in gathered_receipts for r in of_rank), key=lambda receipt: receipt.rank)
         yield from self._together(lambda: self._commit(receipts, gathered))
         reach("drain.committed")
         if world.rank == 0:
@@ -468,14 +468,14 @@ class DrainRun:
             pieces += len(group.ranks) * own + sets * len(structure.shared) + len(structure.alike)
         if pieces <= self.file_format.most_pieces:
             return
-        self.receipts = [(stored, dataclasses.replace(receipt, pieces=[])) for stored, receipt in self.receipts]
+        self.receipts = [dataclasses.replace(receipt, pieces=[]) for receipt in self.receipts]
         if self.world.rank == 0:
             log.info("step %d: the last file shows no tensor whole, as ranks hold %d pieces", self.drain.step, pieces)
 
     def _write(self, rank: int, rank_content: RankContent) -> None:
         self.described[rank] = rank_content.rank
         self.drain.progress += 1
-        files, stored, receipt = self.file_format.rank_files(self.drain_input, rank, rank_content, self.config.owner)
+        files, receipt = self.file_format.rank_files(self.drain_input, rank, rank_content, self.config.owner)
         self.drain.nbytes += sum(skeleton.nbytes for _, skeleton in files)
         at_once = min(self.config.drain_writers or self.world.size, self.world.size)
         with _closing(files):
@@ -484,19 +484,19 @@ class DrainRun:
                 self.written.append(name)
                 content = _paced(skeleton.stream(_CHUNK_NBYTES), self.drain, self.config.drain_rate / at_once)
                 self.inside.write(name, content, checkpoint_directory.tag(self.drain_input.attempt, self.config.owner))
-        self.receipts.append((stored, dataclasses.replace(receipt, origin=origin, digests=digests)))
-        self.drain.stored[rank] = stored
+        self.receipts.append(dataclasses.replace(receipt, origin=origin, digests=digests))
+        self.drain.stored[rank] = receipt.files
 
-    def _commit(self, pairs: list[tuple[Stored, Receipt]], gathered: Gathered) -> None:
+    def _commit(self, receipts: list[Receipt], gathered: Gathered) -> None:
         """Write the provenance, and then the file that commits the checkpoint (rank 0)."""
         if self.world.rank:
             return
-        if [receipt.rank for _, receipt in pairs] != list(range(self.drain_input.world_size)):
+        if [receipt.rank for receipt in receipts] != list(range(self.drain_input.world_size)):
             raise DrainFailed("some ranks of the checkpoint did not hand in their state",
-                              expected=f"{self.drain_input.world_size} ranks", found=len(pairs))  # fmt: skip
-        each(self._refuse_missing, [stored for stored, _ in pairs])
-        text = encode_table(self.file_format.name, self.config.job, [stored for stored, _ in pairs], gathered)
-        receipts = [receipt for _, receipt in pairs]
+                              expected=f"{self.drain_input.world_size} ranks", found=len(receipts))  # fmt: skip
+        rank_files = [receipt.files for receipt in receipts]
+        each(self._refuse_missing, rank_files)
+        text = encode_table(self.file_format.name, self.config.job, rank_files, gathered)
         files = self.file_format.master_files(self.drain_input, text, receipts, self.config.job, self.config.owner)
         config, tag = self.config, checkpoint_directory.tag(self.drain_input.attempt, self.config.owner)
         verdict = self._write_verdict(Verdict.UNKNOWN)
@@ -521,7 +521,7 @@ class DrainRun:
             checkpoint_directory.write_verdict(self.inside, self.drain_input.attempt, self.config.owner, verdict)
         return verdict
 
-    def _refuse_missing(self, stored: Stored) -> None:
+    def _refuse_missing(self, stored: RankFiles) -> None:
         """Check that the files of a rank exist: a checkpoint with a missing file must not be committed."""
         for name, nbytes in {stored.card: stored.nbytes, stored.data: stored.data_nbytes}.items():  # one file in HDF5
             size = self.inside.nbytes(name)

@@ -30,7 +30,7 @@ from ..state.leaves import TORCH_ITEM_NBYTES, Entry, Tree
 from ..state.plain_values import decode_plain
 from ..storage import dcp_plans
 from ..storage.file_holes import FileWithHoles, Source
-from .index import CARD_NBYTES, Card, Stored
+from .index import CARD_NBYTES, Card, RankFiles
 from .rank_content import DrainInput, RankContent, Receipt, add_card, shown
 
 MASTER = "checkpoint.h5"
@@ -305,7 +305,7 @@ class Hdf5:
         self._compression = compression
 
     def rank_files(self, drain_input: DrainInput, rank: int, content: RankContent, owner: str
-                   ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip
+                   ) -> tuple[list[tuple[str, FileWithHoles]], Receipt]:  # fmt: skip
         name = rank_file_name(rank)
         names_here = {part.entry.name for part in content.parts}
         objects, names = _objects(content.home)
@@ -315,11 +315,11 @@ class Hdf5:
         places = content.places(name, starts)
         text, first_nbytes = content.index(places)
         card = _finish(skeleton, drain_input, rank, owner, text)
-        stored = Stored.of(name, card, name, card.file_nbytes, text[:first_nbytes])
+        rank_files = RankFiles.of(name, card, name, card.file_nbytes, text[:first_nbytes])
         pieces = [(part.entry, part.common >= 0, places.check(place))
                   for part, place in zip(content.parts, places.of.values(), strict=True)]  # fmt: skip
-        receipt = Receipt(rank, pieces, content.ties, objects if names or rank == 0 else None, names)
-        return [(name, skeleton)], stored, receipt
+        receipt = Receipt(rank, rank_files, pieces, content.ties, objects if names or rank == 0 else None, names)
+        return [(name, skeleton)], receipt
 
     def master_files(
         self, drain_input: DrainInput, text: bytes, receipts: Sequence[Receipt], job: str, owner: str

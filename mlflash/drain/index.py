@@ -89,7 +89,7 @@ def read_card(raw: bytes) -> Card:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class RankFiles:
     """The files of one rank."""
 
     card: str  # the file with card and index
@@ -102,7 +102,7 @@ class Stored:
     places_check: int = 0
 
     @classmethod
-    def of(cls, name: str, card: Card, data: str, data_nbytes: int, places: bytes) -> Stored:
+    def of(cls, name: str, card: Card, data: str, data_nbytes: int, places: bytes) -> RankFiles:
         check = xxhash.xxh3_64_intdigest(places)
         return cls(name, card.file_nbytes, card.index_check, data, data_nbytes, card.index_start, len(places), check)
 
@@ -245,7 +245,7 @@ class RankTable:
     groups: list[Group]
     differ: frozenset[str]
     plain_differ: frozenset[str]
-    files: list[Stored]
+    files: list[RankFiles]
     dealt: np.ndarray
 
     _begins: dict[int, tuple[np.ndarray, np.ndarray, list[int]]] = dataclasses.field(default_factory=dict, repr=False)
@@ -277,7 +277,7 @@ class RankTable:
         return self._begins[by]
 
 
-def encode_table(form: str, job: str, files: Sequence[Stored], gathered: Gathered) -> bytes:
+def encode_table(form: str, job: str, files: Sequence[RankFiles], gathered: Gathered) -> bytes:
     """Encode a table. ``more`` has each rank's row of `RankTable.dealt`, with -1 where nothing was dealt to it."""
     groups = [[group.structure.document, group.plain, len(group.ranks)] for group in gathered.groups]
     document = {"format": form, "job": job, "groups": groups, "differ": sorted(gathered.differ),
@@ -321,7 +321,7 @@ def decode_table(raw: bytes, world_size: int) -> RankTable:
         differ, plain_differ = (frozenset(_texts(document[name])) for name in ("differ", "plain_differ"))
         names = _names(document["format"])
         stored = [
-            Stored(names[0] % rank, nbytes, check, names[1] % rank, *more)
+            RankFiles(names[0] % rank, nbytes, check, names[1] % rank, *more)
             for rank, (nbytes, check, *more) in enumerate(files.tolist())
         ]
     except (*manifest.BAD_DOCUMENT, struct.error) as error:

@@ -24,7 +24,7 @@ from ..state.layout import PAGE_NBYTES
 from ..state.leaves import Entry, apart, ties_of
 from ..state.rebuild import Read
 from ..storage.file_holes import FileWithHoles, Source
-from .index import CARD_NBYTES, Card, Place, Places, Stored, encode_index, first_names, numbers_of, rows_of
+from .index import CARD_NBYTES, Card, Place, Places, RankFiles, encode_index, first_names, numbers_of, rows_of
 
 _CHECK = (1 << 64) - 1  # keeps 64 of 128 bits
 _UNDIVIDED_NBYTES = 1 << 20  # smaller tensors are not divided
@@ -214,6 +214,7 @@ class Receipt:
     """What a rank's files hold, for the file that commits the checkpoint."""
 
     rank: int
+    files: RankFiles
     pieces: list[tuple[Entry, bool, int]]  # whether several ranks hold each alike; one number made of its bytes
     ties: dict[str, str]
     objects: Any
@@ -251,7 +252,7 @@ class FileFormat(Protocol):
     most_pieces: float  # how many pieces, of all ranks, its last file lists; if there are more, it lists none
 
     def rank_files(self, drain_input: DrainInput, rank: int, content: RankContent, owner: str
-                   ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip
+                   ) -> tuple[list[tuple[str, FileWithHoles]], Receipt]:  # fmt: skip
         """Lay out the files of a rank, in the order in which they are to be written."""
 
     def master_files(

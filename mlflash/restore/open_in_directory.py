@@ -31,7 +31,7 @@ from ..drain.index import (
     Index,
     Place,
     Places,
-    Stored,
+    RankFiles,
     blocks,
     decode_index,
     decode_places,
@@ -107,11 +107,11 @@ class TimelyReads:
         return result[0]
 
     def _late(self, name: str, how_far: str) -> DeadlineExceeded:
-        world = self._world
-        where: dict[str, Any] = {"rank": world.rank, "node": world.node_name, "ranks": [world.rank]}
+        rank, node = self._world.rank, self._world.node_name
         return DeadlineExceeded(
             f"a read of {self._path}/{name}{how_far} did not end within {self._limit_s:g} s. Nothing was restored: "
-            "look at the file system on that node, and start the job again", **where, nodes=[world.node_name],
+            "look at the file system on that node, and start the job again",
+            rank=rank, node=node, ranks=[rank], nodes=[node],
         )  # fmt: skip
 
 
@@ -141,7 +141,7 @@ class Run:
 class DrainedFiles:
     """Reads the files of a checkpoint, without a deadline where there are no ``reads``. Nothing is collective."""
 
-    def __init__(self, inside: Store, attempt: Attempt, step: int, files: Sequence[Stored] | Mapping[int, Stored],
+    def __init__(self, inside: Store, attempt: Attempt, step: int, files: Sequence[RankFiles] | Mapping[int, RankFiles],
                  reads: TimelyReads | None = None):  # fmt: skip
         self._inside, self._attempt, self._step, self._files, self._reads = inside, attempt, step, files, reads
         self._open: dict[str, tuple[Any, Any]] = {}  # compressed files, which are read through HDF5
@@ -193,7 +193,7 @@ class DrainedFiles:
             raise CorruptSlot(f"{path}/{stored.card} is not the file that was committed", step=self._step)
         return card
 
-    def _read_card(self, stored: Stored) -> tuple[int, bytes, int]:
+    def _read_card(self, stored: RankFiles) -> tuple[int, bytes, int]:
         nbytes, raw = self._inside.nbytes(stored.card), self._inside.read(stored.card, 0, CARD_NBYTES)
         return nbytes, raw, nbytes if stored.data == stored.card else self._inside.nbytes(stored.data)
 

@@ -72,8 +72,7 @@ def repair(context: CourierState, scrubber: Scrubber) -> None:
     if damaged or blocks or made:
         still_damaged = len(damaged) - len(repaired)
         context.recorder.repaired(header.step, time.perf_counter() - start, blocks, made, still_damaged)
-        log.info("rank %d repaired what it holds of step %d: %d blocks repaired, %d files made again, %d still "
-                 "damaged",
+        log.info("rank %d repaired what it holds of step %d: %d blocks repaired, %d files made again, %d still damaged",
                  world.rank, header.step, blocks, made, still_damaged)  # fmt: skip
 
 

@@ -202,20 +202,13 @@ class OldRanks(Mapping[int, OldRank]):
                 return first if nth == usual else int(self.groups[nth].ranks[0])
         return first
 
-    def is_private(self, spots: Iterable[Spot]) -> bool:
-        listed = list(spots)
-        if self._differ is None or self.is_sharded(listed):
+    def is_private(self, spots: Sequence[Spot]) -> bool:
+        if self._differ is None or self.is_sharded(spots):
             return False
-        structures = [self.groups[group].structure for group, _ in listed]
-        kinds = {
-            (structure.kinds[number], structure.dtypes[number])
-            for structure, (_, number) in zip(structures, listed, strict=True)
-        }
-        if len(kinds) > 1 or any(
-            structure.names[n] in self._differ for structure, (_, n) in zip(structures, listed, strict=True)
-        ):
-            return True
-        return len(self._wholes(listed)) > 1
+        leaves = [(self.groups[group].structure, number) for group, number in spots]
+        kinds = {(structure.kinds[number], structure.dtypes[number]) for structure, number in leaves}
+        differs = any(structure.names[number] in self._differ for structure, number in leaves)
+        return differs or len(kinds) > 1 or len(self._wholes(spots)) > 1
 
     def elements(self, spots: Iterable[Spot]) -> int:
         """How many elements of a tensor all ranks have together; what several have counts for each."""
@@ -248,8 +241,7 @@ class OldRanks(Mapping[int, OldRank]):
             if not spots:
                 return None
             if want.shape != want.global_shape:
-                raise StructureMismatch("each rank had its own version of this tensor, so it cannot be cut into "
-                                        "shards",
+                raise StructureMismatch("each rank had its own version of this tensor, so it cannot be cut into shards",
                                         tensor=want.name)  # fmt: skip
             only = rank
         if only is not None:
@@ -267,8 +259,8 @@ class OldRanks(Mapping[int, OldRank]):
         return Parts(template, [number for _, number in spots])
 
     def _refuse_others(self, want: Entry, spots: Sequence[Spot], only: int | None) -> None:
-        structures = [(self.groups[group].structure, number) for group, number in spots]
-        kinds = dict.fromkeys((structure.kinds[number], structure.dtypes[number]) for structure, number in structures)
+        leaves = [(self.groups[group].structure, number) for group, number in spots]
+        kinds = dict.fromkeys((structure.kinds[number], structure.dtypes[number]) for structure, number in leaves)
         for kind, dtype in kinds:
             for whole in self._wholes(spots, only):
                 if (kind, dtype, whole) != (want.kind, want.dtype, want.global_shape):

@@ -316,7 +316,7 @@ class Instance:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class PersistentId:
     """Something that is in another record of the archive: a persistent id."""
 
     identity: tuple[Any, ...]
@@ -369,7 +369,7 @@ def _opcodes(value: Any, memo: dict[Any, int]) -> Iterator[bytes]:
             if value.state is not None:
                 yield from _opcodes(value.state, memo)
                 yield b"b"
-        case Stored():
+        case PersistentId():
             yield from _opcodes(value.identity, memo)
             yield b"Q"
         case _:
@@ -413,11 +413,11 @@ def tensor_pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
     hooks = Call(Global("collections", "OrderedDict"), ())
     more: tuple[Global, ...] = ()
     if dtype in _STORAGES:
-        storage = Stored(("storage", Global("torch", _STORAGES[dtype]), "0", "cpu", count))
+        storage = PersistentId(("storage", Global("torch", _STORAGES[dtype]), "0", "cpu", count))
         rebuild = "_rebuild_tensor_v2"
     else:
         nbytes = count * TORCH_ITEM_NBYTES[dtype]
-        storage = Stored(("storage", Global("torch.storage", "UntypedStorage"), "0", "cpu", nbytes))
+        storage = PersistentId(("storage", Global("torch.storage", "UntypedStorage"), "0", "cpu", nbytes))
         rebuild, more = "_rebuild_tensor_v3", (Global("torch", dtype),)
     arguments = (storage, 0, shape, tuple(reversed(strides)), False, hooks, *more)
     return pickle_of(Call(Global("torch._utils", rebuild), arguments))

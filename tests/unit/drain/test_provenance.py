@@ -18,6 +18,7 @@ from keys import key_pair
 
 from mlflash import config
 from mlflash.drain import provenance
+from mlflash.drain.index import RankFiles
 from mlflash.drain.provenance import private_key, public_key
 from mlflash.drain.rank_content import DrainInput, FileDigest, Origin, Receipt
 from mlflash.errors import ConfigError, CorruptSlot
@@ -87,7 +88,15 @@ def test_what_cannot_be_written_is_refused_when_it_is_given(wrong: Any) -> None:
 
 def receipts(origins: list[Origin]) -> list[Receipt]:
     return [
-        Receipt(rank, [], {}, None, origin=origin, digests=(FILES[rank],) if rank < len(FILES) else ())
+        Receipt(
+            rank,
+            RankFiles("", 0, 0, "", 0),
+            [],
+            {},
+            None,
+            origin=origin,
+            digests=(FILES[rank],) if rank < len(FILES) else (),
+        )
         for rank, origin in enumerate(origins)
     ]
 
