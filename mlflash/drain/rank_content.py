@@ -1,6 +1,6 @@
 """What a process hands in to a drain → what goes into each rank's file, whatever its format.
 
-What all ranks hold alike, and what sets of them share, is dealt out, so that it is written once.
+What all ranks hold alike, and what sets of them share, is divided, so that it is written once.
 
 As HDF5 a rank has one file, which begins with its card. DCP's files have no room for a card: there the card and the
 index are files of their own, and so is the file that commits the checkpoint.
@@ -276,8 +276,8 @@ def add_card(skeleton: FileWithHoles, drain_input: DrainInput, rank: int, owner:
     return card
 
 
-# What several ranks hold alike is dealt out, so that each writes about as much and no byte is written twice. A tensor
-# is cut along its first dimension only, so that a part is one run of its bytes.
+# What several ranks hold alike is divided, so that each writes about as much and no byte is written twice. A tensor is
+# cut along its first dimension only, so that a part is one run of its bytes.
 
 
 def digest(entry: Entry, content: int) -> bytes:
@@ -287,7 +287,7 @@ def digest(entry: Entry, content: int) -> bytes:
 
 
 def divide(entries: Sequence[Entry], ranks: int, nth: int) -> Iterator[Rows]:
-    """Deal tensors out among some ranks; return the parts of the nth of them.
+    """Divide tensors among some ranks; return the parts of the nth of them.
 
     Example:
         Tensors of 10, 10 and 20 MiB for 2 ranks: the first gets the first two, the second the third.
