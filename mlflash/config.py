@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from .errors import ConfigError
-from .placement import redundancy_scheme
+from .placement import redundancy
 from .placement.topology import Node, this_node
 from .storage import canonical_json
 from .storage.store import is_url, without_file_scheme
@@ -60,7 +60,7 @@ _NOT_NEGATIVE = Allowed(lambda value: value >= 0, "a number, 0 or more")
 _ABOVE_0 = Allowed(lambda value: value > 0, "a number above 0")
 _FRACTION = Allowed(lambda value: 0 <= value <= 1, "a number, 0 to 1")
 _ABSOLUTE = Allowed(os.path.isabs, "an absolute path")
-_SCHEME = Allowed(lambda value: _is_scheme(value), redundancy_scheme.EXPECTED)
+_SCHEME = Allowed(lambda value: _is_scheme(value), redundancy.EXPECTED)
 _JOB_NAME = Allowed(
     lambda value: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", value) is not None,
     "a name for a directory: 1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit",
@@ -230,7 +230,7 @@ class Config:
 
     @property
     def slots_per_state(self) -> float:
-        return self.slots * (1 + redundancy_scheme.parse(self.redundancy).overhead)
+        return self.slots * (1 + redundancy.parse(self.redundancy).overhead)
 
     @functools.cached_property
     def mark(self) -> int:
@@ -391,7 +391,7 @@ def _object(given: Any) -> str:
 
 def _is_scheme(text: str) -> bool:
     try:
-        redundancy_scheme.parse(text)
+        redundancy.parse(text)
     except ConfigError:
         return False
     return True

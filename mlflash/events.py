@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_LOOK_S = 1.0  # after which a wait looks again: whoever should have woken it may have been interrupted
+_CHECK_S = 1.0  # after which a wait looks again: whoever should have woken it may have been interrupted
 
 
 class Event:
@@ -27,11 +27,9 @@ class Event:
         self._waiting: list[threading.Lock] = []
 
     def is_set(self) -> bool:
-        """Whether it is set."""
         return self._is_set
 
     def set(self) -> None:
-        """Set it, and wake all who wait."""
         self._is_set = True
         while self._waiting:
             try:
@@ -41,21 +39,20 @@ class Event:
             waiting.release()
 
     def clear(self) -> None:
-        """Clear it."""
         self._is_set = False
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set, for at most so many seconds; None: for ever. Return whether it is set."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self._is_set:
-            left = _LOOK_S if end is None else end - time.monotonic()
-            if left <= 0:
+            remaining_s = _CHECK_S if end is None else end - time.monotonic()
+            if remaining_s <= 0:
                 break
             woken = threading.Lock()
             woken.acquire()
             self._waiting.append(woken)
             if not self._is_set:  # otherwise who set it may not have seen this lock
-                woken.acquire(timeout=min(left, _LOOK_S))
+                woken.acquire(timeout=min(remaining_s, _CHECK_S))
             try:
                 self._waiting.remove(woken)
             except ValueError:  # it was woken
@@ -79,12 +76,12 @@ class News:
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             news = self._next
-            if value := holds():
-                return value
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0:
-                return value
-            news.wait(left)
+            if result := holds():
+                return result
+            remaining_s = None if end is None else end - time.monotonic()
+            if remaining_s is not None and remaining_s <= 0:
+                return result
+            news.wait(remaining_s)
 
 
 class Queue(Generic[T]):
@@ -99,7 +96,6 @@ class Queue(Generic[T]):
         self._filled = Event()
 
     def put(self, item: T) -> None:
-        """Add an item."""
         self._items.append(item)
         self._filled.set()
 
@@ -110,11 +106,10 @@ class Queue(Generic[T]):
             self._filled.clear()
             if self._items:
                 return self._items.popleft()
-            left = end - time.monotonic()
-            if left <= 0:
+            remaining_s = end - time.monotonic()
+            if remaining_s <= 0:
                 raise queue.Empty
-            self._filled.wait(min(left, _LOOK_S))
+            self._filled.wait(min(remaining_s, _CHECK_S))
 
     def empty(self) -> bool:
-        """Whether no item waits."""
         return not self._items

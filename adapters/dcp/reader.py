@@ -208,12 +208,12 @@ class _Catalog:
         return min(self.chunks[key], key=lambda place: self._opened.distance(place[0]))
 
     def _add(self, rank: int, old: OldRank) -> None:
-        if INDEX not in old.told:
+        if INDEX not in old.content:
             numbers = {(e.name, e.offset): n for n, e in enumerate(old.entries) if _torch_dtype(e) is not None}
             self.plain |= {path: decode_plain(value) for path, value in old.plain.items() if path not in self.plain}
             self._written |= dict.fromkeys(numbers)
         else:
-            index, numbers = Index.decode(old.told[INDEX]), keys_of(old.tree)
+            index, numbers = Index.decode(old.content[INDEX]), keys_of(old.tree)
             self._written |= dict.fromkeys(index.tensors)
             self._planner_data = index.kept() or self._planner_data
             self.bytes |= {name: (rank, BYTES_NUMBER, *place) for name, place in index.parts.items()}

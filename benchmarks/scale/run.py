@@ -37,8 +37,7 @@ from mlflash.commit.earlier_runs import choose
 from mlflash.memory.inventory import FOUND, Inventory, decode, encode, join
 from mlflash.memory.slot import Kind
 from mlflash.placement.failure_domains import from_lines
-from mlflash.placement.protection_groups import Placement, place
-from mlflash.placement.redundancy_scheme import parse
+from mlflash.placement.redundancy import Placement, parse, place
 from mlflash.placement.survival import describe, of
 from mlflash.placement.topology import Topology, from_node_ids
 

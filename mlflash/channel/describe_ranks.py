@@ -68,10 +68,10 @@ class Gathered:
         """The names of tensors that ranks hold whole, but with different values."""
         return frozenset(name for name, (low, high) in self.checks.items() if low != high)
 
-    def old_ranks(self, compared: bool, entry_bytes: Mapping[int, Mapping[str, bytes]],
-                  near: Collection[int] | None = None) -> OldRanks:  # fmt: skip
+    def old_ranks(self, compared: bool, contents: Mapping[int, Mapping[str, bytes]], near: Collection[int] | None = None
+                  ) -> OldRanks:  # fmt: skip
         differ = self.differ if compared else None
-        return OldRanks(self.groups, differ, self.plain_differ, self.plain_of, entry_bytes, near)
+        return OldRanks(self.groups, differ, self.plain_differ, self.plain_of, contents, near)
 
 
 def gather_ranks(world: Collectives, own: Mapping[int, Described]) -> Gathered:

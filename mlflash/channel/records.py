@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..errors import MlflashError, SaveFailed
+from ..memory.inventory import WantedStep
 from ..memory.own_slots import SlotFile
 from ..memory.slot import Attempt
 from ..placement.topology import Topology
@@ -56,6 +57,19 @@ class Started:
     interrupted: int  # the newest interrupted scope of all ranks
     goes_on: bool  # whether any rank had a courier before
     facts: Mapping[str, Any]  # what does not change during this run, for its recorder
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """What a restore looks for, and what it passes over."""
+
+    wanted: WantedStep
+    source: str | None = None  # a directory to be used instead of memory; None: memory and the job's own directory
+    others: bool = False  # whether another number of ranks may have saved it
+    broadcast: Collection[str] = ()  # names of entries whose bytes every rank needs
+    checked: bool = True  # whether every byte of what is in memory is verified
+    remember: bool = False  # whether the next search may take what this one has verified
+    bad: dict[str, str] = dataclasses.field(default_factory=dict)  # folders of the directory to pass over, and why
 
 
 @dataclasses.dataclass(frozen=True)

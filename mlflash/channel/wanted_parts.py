@@ -15,8 +15,8 @@ import numpy as np
 
 from ..memory.slot import Attempt
 from ..protect.rank_checkpoint import ShareFiles
+from ..state.boxes import box, cut
 from ..state.leaves import Entry
-from ..state.shards import box, cut
 from .ranks import Ranks
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from ..channel.client import TrainerState, restart_scope
 from ..channel.ranks import Ranks
 from ..channel.wanted_parts import WantedPart
-from ..drain.drain import Drains
+from ..drain.drain_handle import Drains
 from ..errors import MlflashError, SaveFailed, StateError, StepOrderError, Unrestorable
-from ..framework_files.staged import BackgroundFiles
+from ..framework_files.background_files import BackgroundFiles
 from ..restore.load import Loading, Restores
 from ..restore.open_in_memory import OpenCheckpoint
 from ..save.save_queue import ReservedSave, SaveQueue

@@ -20,7 +20,7 @@ from ..channel.client import FORKED, Client, TrainerState, restart_scope
 from ..channel.ranks import Ranks, check_torch_rank, replicas_of, some_ranks
 from ..channel.records import Start, Started
 from ..config import Config
-from ..drain.drain import Drain, Drains
+from ..drain.drain_handle import Drain, Drains
 from ..errors import Closed, MlflashError, StepNotFound
 from ..memory.copy_threads import CopyThreads
 from ..memory.inventory import WantedStep

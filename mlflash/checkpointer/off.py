@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from .. import config
-from ..drain.drain import Drain
+from ..drain.drain_handle import Drain
 from ..save.snapshot import Snapshot
 
 log = logging.getLogger("mlflash")

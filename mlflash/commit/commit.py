@@ -397,7 +397,7 @@ class PhaseTimes:
 
 
 class Drains(Protocol):
-    """What a commit asks and tells the drains of its Checkpointer (`drain.queue.DrainQueue`)."""
+    """What a commit asks and tells the drains of its Checkpointer (`drain.drain_runs.DrainQueue`)."""
 
     @property
     def idle(self) -> bool: ...

@@ -20,7 +20,7 @@ from ..memory.slot_pool import SlotPool, assign, unmap
 from ..mpi.nonblocking import SendRate
 from ..mpi.world import World
 from ..placement.failure_domains import Domains
-from ..placement.redundancy_scheme import Scheme
+from ..placement.redundancy import Scheme
 from ..protect import deduplication
 from ..protect.deduplication import Share, Shareable, SharingNews
 from ..protect.examiner import Examiner

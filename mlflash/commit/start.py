@@ -16,10 +16,10 @@ from ..memory.slot_pool import SlotPool
 from ..mpi.fabric import Poke
 from ..mpi.nonblocking import SendRate
 from ..mpi.world import World
-from ..placement import redundancy_scheme
+from ..placement import redundancy
 from ..placement.failure_domains import Domains, ask_slurm, discover, from_argument
 from ..placement.failure_domains import join as join_domains
-from ..placement.protection_groups import Placement, made, place
+from ..placement.redundancy import Placement, made, place
 from ..placement.survival import too_close
 from ..protect import erasure_codes
 from ..protect.examiner import Examiner
@@ -58,7 +58,7 @@ def make(config: Config, world: World, problem: MlflashError | None = None,
     def hold() -> None:
         if problem is not None:
             raise problem
-        if redundancy_scheme.parse(config.redundancy).parity:
+        if redundancy.parse(config.redundancy).parity:
             erasure_codes.library()
         held.append(NodeDirectory(config.memory, config.job, top=top))
         held[0].lock(world.local_rank, world.local_size)
@@ -90,7 +90,7 @@ def _assemble(
     earlier = scan_earlier_runs(config, world, memory)
     recorded = [group.ranks for group in earlier.choice.parity] if earlier.choice is not None else []
     standing = [] if known is None else [known.names(name) for name in world.topology.node_names]
-    placement = place(world.topology, redundancy_scheme.parse(config.redundancy), standing, recorded)
+    placement = place(world.topology, redundancy.parse(config.redundancy), standing, recorded)
     if replicas is not None and config.share:
         replicas.share(losses_of(placement.scheme, world))
     protection = Protection(world, placement, config.transport, config.job)

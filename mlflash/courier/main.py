@@ -20,7 +20,7 @@ from ..channel.channel import Broken, Call, Channel, Reply
 from ..channel.records import SaveRequest
 from ..channel.wanted_parts import Landing
 from ..config import Config
-from ..drain.drain import Drain
+from ..drain.drain_handle import Drain
 from ..errors import Closed, MlflashError, SaveFailed, text_of
 from ..events import Event
 from ..launch.courier_process import Courier as Forked

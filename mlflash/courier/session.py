@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import crash_points
-from ..channel.records import FoundInMemory, SaveRequest, Start, Started, Trainer
+from ..channel.records import FoundInMemory, SaveRequest, Search, Start, Started, Trainer
 from ..channel.wanted_parts import WantedPart
 from ..commit import commit
 from ..commit.certification import Saved
@@ -17,9 +17,9 @@ from ..commit.start import make
 from ..config import Config
 from ..drain import checkpoint_directory
 from ..drain.checkpoint_directory import Listed
-from ..drain.drain import Drain
+from ..drain.drain_handle import Drain
+from ..drain.drain_runs import DrainQueue
 from ..drain.provenance import Signer, signer_of
-from ..drain.queue import DrainQueue
 from ..errors import ConfigError, CorruptSlot, MlflashError
 from ..launch import courier_mpi
 from ..memory.inventory import WantedStep, write_verdict
@@ -34,9 +34,8 @@ from ..protect.deduplication import Shareable
 from ..protect.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
 from ..restore.choose import Sources, count_restore, reprotect_newest, restorable_steps, scavenge
 from ..restore.fetch import exchange_fragments
-from ..restore.open_in_memory import FoundElsewhere
-from ..restore.repair import repair
-from ..restore.reprotect import reprotect_left, reprotect_or_remember
+from ..restore.open_in_memory import MemoryCheckpoint
+from ..restore.repair import repair, reprotect_left, reprotect_or_remember
 from ..restore.scrub import Scrubber
 from ..version import __version__
 
@@ -45,7 +44,7 @@ from ..version import __version__
 class _Checked:
     """A checkpoint of this rank that was found and verified, for a restore that follows at once."""
 
-    home: RankCheckpoint
+    checkpoint: MemoryCheckpoint
     asked: WantedStep
     generation: int  # of the newest attempt at that time: a later save may have overwritten the checkpoint
 
@@ -74,7 +73,7 @@ class Session:
         self._config, self._world, self._jobs, self._drain_began = config, world, jobs, drain_began
         self._trains_on = trains_on
         self._checked: _Checked | None = None
-        self._found: RankCheckpoint | FoundElsewhere | None = None  # the newest; stays mapped until the next one
+        self._found: MemoryCheckpoint | None = None  # the newest; stays mapped until the next one
         self._attempt: Attempt | None = None  # of what was found in memory; None: a directory was chosen
 
     def attach(self, trainer: Trainer) -> None:
@@ -214,68 +213,55 @@ class Session:
 
     # Jobs: restoring
 
-    def choose(self, wanted: WantedStep, others: bool, source: str | None, bad: Mapping[str, str], checked: bool,
-               reuse: bool, remember: bool) -> FoundInMemory | Listed | None:  # fmt: skip
+    def choose(self, search: Search, reuse: bool) -> FoundInMemory | Listed | None:
         """Choose between memory and directory, and fetch a checkpoint in memory to where it can be read.
 
-        Args:
-            others: whether checkpoints of another number of ranks count, too.
-            source: another directory, to be used instead of memory; None: memory and the job's own directory.
-            bad: folders of the directory to skip, and why.
-            checked: whether to verify every byte of what is in memory.
-            reuse: whether to take the checkpoint just chosen with ``remember``, if it fits and is unchanged.
-            remember: whether to remember the checkpoint for the next call.
+        ``reuse``: take the checkpoint just chosen by a search that is remembered, if it fits and is unchanged.
         """
-        state = self.state
-        if reuse and (home := self._take_checked(wanted)) is not None:
-            return self._describe(home)
+        if reuse and (checked := self._take_checked(search.wanted)) is not None:
+            return self._describe(checked)
         self._unmap()
-        found = self._sources.choose(wanted, others, source, bad, checked)
+        found = self._sources.choose(search)
         self._attempt = None
-        if not isinstance(found, (RankCheckpoint, FoundElsewhere)):
+        if not isinstance(found, MemoryCheckpoint):
             return found
         self._found = found
-        if remember and isinstance(found, RankCheckpoint):
-            self._checked = _Checked(found, wanted, state.generation)
+        if search.remember and found.own is not None:
+            self._checked = _Checked(found, search.wanted, self.state.generation)
         return self._describe(found)
 
-    def _take_checked(self, wanted: WantedStep) -> RankCheckpoint | None:
+    def _take_checked(self, wanted: WantedStep) -> MemoryCheckpoint | None:
         """Take what was just verified. None if something else is wanted, or if it may have changed. Collective."""
         checked, self._checked = self._checked, None
         if checked is None:  # the same on all ranks
             return None
-        home, state = checked.home, self.state
-        same = checked.asked == wanted or wanted == WantedStep(home.header.step)
-        same = same and checked.generation == state.generation and any(home.slot is own for own in state.pool.own)
-        return home if state.world.all_of(same) else None
+        checkpoint, state = checked.checkpoint, self.state
+        same = checked.asked == wanted or wanted == WantedStep(checkpoint.step)
+        same = same and checked.generation == state.generation and self._number_of(checkpoint) is not None
+        return checkpoint if state.world.all_of(same) else None
 
-    def _describe(self, found: RankCheckpoint | FoundElsewhere) -> FoundInMemory:
-        state = self.state
-        history = (state.restored.rolled_forward, state.restored.source)
-        self._attempt = found.header.attempt if isinstance(found, RankCheckpoint) else found.attempt
-        if isinstance(found, RankCheckpoint):
-            own = next(number for number, slot in enumerate(state.pool.own) if slot is found.slot)
-            header = found.header
-            return FoundInMemory(header.attempt, header.step, state.restored.restores, own, {}, found.files, *history)
-        homes = {rank: file_number(home.slot.name) for rank, home in found.homes.items()}
-        return FoundInMemory(found.attempt, found.step, found.restores, None, homes, found.files, *history)
+    def _number_of(self, checkpoint: MemoryCheckpoint) -> int | None:
+        """The number of the own slot that holds a checkpoint; None: other ranks saved it, or the slot was replaced."""
+        slot = None if checkpoint.own is None else checkpoint.own.slot
+        return next((number for number, own in enumerate(self.state.pool.own) if own is slot), None)
 
-    def _found_slots(self) -> list[Slot]:
-        """The slots of what was found, on this node."""
-        found = self._found
-        homes = [*found.homes.values()] if isinstance(found, FoundElsewhere) else [found] if found is not None else []
-        return [slot for home in homes for slot in (home.slot, *home.shares)]
+    def _describe(self, found: MemoryCheckpoint) -> FoundInMemory:
+        restored = self.state.restored
+        self._attempt = found.attempt
+        homes = {} if found.own else {rank: file_number(home.slot.name) for rank, home in found.homes.items()}
+        return FoundInMemory(found.attempt, found.step, found.restores, self._number_of(found), homes, found.files,
+                             restored.rolled_forward, restored.source)  # fmt: skip
 
     def _mapped(self) -> dict[int, Segment]:
         """The mapped segments, of this rank's slots and of what was found, by inode."""
-        slots = self._found_slots()
+        slots = [] if self._found is None else self._found.slots
         found = {slot.segment.inode: slot.segment for slot in slots if slot.segment is not None and slot.view.nbytes}
         return {**found, **self.state.pool.mapped()}
 
     def _unmap(self) -> None:
         """Unmap what was found before, except this rank's own slots."""
-        slots, self._found = self._found_slots(), None
-        self.state.pool.unmap_others(slots)
+        found, self._found = self._found, None
+        self.state.pool.unmap_others([] if found is None else found.slots)
 
     def exchange(self, attempt: Attempt, homes: Mapping[int, int], files: ShareFiles,
                  asked: Mapping[int, Sequence[WantedPart]]) -> bool:  # fmt: skip

@@ -200,13 +200,13 @@ def delete_leftovers(store: Store, owner: str, run_id: bytes) -> None:
         names = _names(inside) or []
         if any(master in names for master in MASTERS):
             continue
-        leftovers = _left_over(inside, names, owner, run_id)
+        leftovers = _leftovers_in(inside, names, owner, run_id)
         _remove(inside, leftovers)
         if leftovers:
             inside.remove_directory()
 
 
-def _left_over(inside: Store, names: list[str], owner: str, run_id: bytes) -> list[str]:
+def _leftovers_in(inside: Store, names: list[str], owner: str, run_id: bytes) -> list[str]:
     leftovers: list[str] = []
     drains: dict[Attempt, Card] = {}
     for name, card in zip(names, each(lambda name: _card_of(inside, name), names), strict=True):

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..protect.rank_checkpoint import RankCheckpoint
 from ..state.leaves import Entry, apart, from_bytes
 from ..state.plain_values import decode_plain
 from ..storage import dcp_plans
@@ -25,8 +24,8 @@ from ..storage.file_holes import FileWithHoles
 from ..storage.whole_state import build
 from ..text import listed
 from . import checkpoint_directory
-from .index import Stored
-from .rank_input import DrainInput, RankContent, Receipt, plain_file
+from .index import RankFiles
+from .rank_content import DrainInput, RankContent, Receipt, plain_file
 
 log = logging.getLogger("mlflash")
 
@@ -39,9 +38,9 @@ class Dcp:
     name = "dcp"
     most_pieces: float = math.inf
 
-    def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, content: RankContent, owner: str
-                   ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip
-        key_of, extras, paths = _keys(rank, home, content)
+    def rank_files(self, drain_input: DrainInput, rank: int, content: RankContent, owner: str
+                   ) -> tuple[list[tuple[str, FileWithHoles]], Receipt]:  # fmt: skip
+        key_of, extras, paths = _keys(rank, content)
         known = [number for number, part in enumerate(content.parts) if part.entry.name in key_of]
         pieces = [_renamed(content.parts[number].entry, key_of) for number in known]
         skeleton, places, begin = rank_file(pieces, [content.sources[number] for number in known], extras)
@@ -51,15 +50,15 @@ class Dcp:
                 starts[number] = skeleton.nbytes
                 skeleton.place(starts[number], part.entry.nbytes, content.sources[number])
         name, card_name = f"__{rank}_0.distcp", f"rank-{rank:05d}.mlflash"
-        where = content.places(home, name, [starts[number] for number in range(len(content.parts))])
-        text, first_nbytes = content.index(home, where)
+        where = content.places(name, [starts[number] for number in range(len(content.parts))])
+        text, first_nbytes = content.index(where)
         card_file, card = plain_file(drain_input, rank, owner, text)
-        stored = Stored.of(card_name, card, name, skeleton.nbytes, text[:first_nbytes])
+        rank_files = RankFiles.of(card_name, card, name, skeleton.nbytes, text[:first_nbytes])
         ties = {key_of[a]: key_of[b] for a, b in content.ties.items() if a in key_of and b in key_of}
-        meshes = {key_of[entry.name]: entry.mesh for entry in home.manifest.entries if entry.name in key_of}
+        meshes = {key_of[entry.name]: entry.mesh for entry in content.home.manifest.entries if entry.name in key_of}
         more = pickle.dumps((Contents(name, pieces, list(extras), places), paths, ties, meshes))
-        receipt = Receipt(rank, [], content.ties, None, more=zlib.compress(more, 1))
-        return [(card_name, card_file), (name, skeleton)], stored, receipt
+        receipt = Receipt(rank, rank_files, [], content.ties, None, more=zlib.compress(more, 1))
+        return [(card_name, card_file), (name, skeleton)], receipt
 
     def master_files(
         self, drain_input: DrainInput, text: bytes, receipts: Sequence[Receipt], job: str, owner: str
@@ -91,10 +90,9 @@ class Dcp:
         return [(METADATA, listing), (MASTER, commit)]
 
 
-def _keys(
-    rank: int, home: RankCheckpoint, content: RankContent
-) -> tuple[dict[str, str], dict[str, bytes], Mapping[str, Path | None]]:
+def _keys(rank: int, content: RankContent) -> tuple[dict[str, str], dict[str, bytes], Mapping[str, Path | None]]:
     """DCP's keys of the tensors, by name; its pickled objects, by key; and where each key is in the nested state."""
+    home = content.home
     entries, tree = home.manifest.entries, home.manifest.tree
     if dcp_plans.is_planned(tree):
         index, blob = (home.reader()(entries[number]).tobytes() for number in range(2))
@@ -103,16 +101,17 @@ def _keys(
         return dcp_plans.names_of(tree, entries), objects, dict.fromkeys(plan.names()) | plan.paths()
     keys = keys_of(tree, entries, root="state")
     names = {entries[number].name: key for key, number in keys.tensors.items()}
-    return names, _extras(rank, home, content, keys), keys.paths
+    return names, _extras(rank, content, keys), keys.paths
 
 
 def _renamed(entry: Entry, key_of: Mapping[str, str]) -> Entry:
     return dataclasses.replace(entry, name=key_of[entry.name])
 
 
-def _extras(rank: int, home: RankCheckpoint, content: RankContent, keys: Keys) -> dict[str, bytes]:
+def _extras(rank: int, content: RankContent, keys: Keys) -> dict[str, bytes]:
     """What DCP pickles: the objects of each rank, except those that rank 0 writes anyway."""
-    entries, plain, read = home.manifest.entries, home.manifest.plain, home.reader()
+    manifest, read = content.home.manifest, content.home.reader()
+    entries, plain = manifest.entries, manifest.plain
     extras = {}
     for key, tree in keys.objects.items():
         inside: list[int] = []

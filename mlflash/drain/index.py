@@ -89,7 +89,7 @@ def read_card(raw: bytes) -> Card:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class RankFiles:
     """The files of one rank."""
 
     card: str  # the file with card and index
@@ -102,7 +102,7 @@ class Stored:
     places_check: int = 0
 
     @classmethod
-    def of(cls, name: str, card: Card, data: str, data_nbytes: int, places: bytes) -> Stored:
+    def of(cls, name: str, card: Card, data: str, data_nbytes: int, places: bytes) -> RankFiles:
         check = xxhash.xxh3_64_intdigest(places)
         return cls(name, card.file_nbytes, card.index_check, data, data_nbytes, card.index_start, len(places), check)
 
@@ -211,17 +211,12 @@ def decode_index(raw: bytes, data: str, data_nbytes: int) -> Index:
     held = manifest.decode(raw[end:], _HEAD.unpack_from(raw)[3])
     for number, place in places.of.items():
         entry = held.entries[number] if number < len(held.entries) else None
-        if entry is None or not are_rows(place, entry.shape, entry.nbytes):
+        rows = entry.shape[0] if entry is not None and entry.shape else 1
+        if entry is None or place.begin + place.rows > rows or place.nbytes * rows != entry.nbytes * place.rows:
             raise CorruptSlot("the index of a drained file is damaged: rows of no tensor")
         if place.packed and not (entry.shape and place.nbytes):
             raise CorruptSlot("the index of a drained file is damaged: rows that cannot be compressed")
     return Index(places.data, places.block_nbytes, places.checks, places.of, held)
-
-
-def are_rows(place: Place, shape: tuple[int, ...], nbytes: int) -> bool:
-    """Whether a place can hold rows of a leaf of so many bytes."""
-    of = shape[0] if shape else 1
-    return place.begin + place.rows <= of and place.nbytes * of == nbytes * place.rows
 
 
 # What all ranks of a drained checkpoint hold, and in which files:
@@ -250,7 +245,7 @@ class RankTable:
     groups: list[Group]
     differ: frozenset[str]
     plain_differ: frozenset[str]
-    files: list[Stored]
+    files: list[RankFiles]
     dealt: np.ndarray
 
     _begins: dict[int, tuple[np.ndarray, np.ndarray, list[int]]] = dataclasses.field(default_factory=dict, repr=False)
@@ -282,7 +277,7 @@ class RankTable:
         return self._begins[by]
 
 
-def encode_table(form: str, job: str, files: Sequence[Stored], gathered: Gathered) -> bytes:
+def encode_table(form: str, job: str, files: Sequence[RankFiles], gathered: Gathered) -> bytes:
     """Encode a table. ``more`` has each rank's row of `RankTable.dealt`, with -1 where nothing was dealt to it."""
     groups = [[group.structure.document, group.plain, len(group.ranks)] for group in gathered.groups]
     document = {"format": form, "job": job, "groups": groups, "differ": sorted(gathered.differ),
@@ -312,10 +307,10 @@ def decode_table(raw: bytes, world_size: int) -> RankTable:
         (length,) = _COUNT.unpack_from(raw)
         document = json.loads(raw[_COUNT.size : _COUNT.size + length])
         numbers = _Numbers(raw, _COUNT.size + length)
-        files = numbers.take(world_size, len(_FILE), "<u8")
+        files = numbers.next_numbers(world_size, len(_FILE), "<u8")
         if (files[:, _SIZES] > MOST).any():
             raise ValueError("a file without a size")
-        dealt = numbers.take(world_size, 3, "<i8")
+        dealt = numbers.next_numbers(world_size, 3, "<i8")
         if (dealt < -1).any() or (dealt[:, 0] >= world_size).any() or (dealt[:, 1:] > MOST).any():
             raise ValueError("a rank begins nowhere")
         groups = [_group(fields, numbers, world_size) for fields in document["groups"]]
@@ -326,7 +321,7 @@ def decode_table(raw: bytes, world_size: int) -> RankTable:
         differ, plain_differ = (frozenset(_texts(document[name])) for name in ("differ", "plain_differ"))
         names = _names(document["format"])
         stored = [
-            Stored(names[0] % rank, nbytes, check, names[1] % rank, *more)
+            RankFiles(names[0] % rank, nbytes, check, names[1] % rank, *more)
             for rank, (nbytes, check, *more) in enumerate(files.tolist())
         ]
     except (*manifest.BAD_DOCUMENT, struct.error) as error:
@@ -342,7 +337,7 @@ class _Numbers:
     def __init__(self, raw: bytes, at: int):
         self._raw, self.at = raw, at
 
-    def take(self, rows: int, width: int, dtype: str) -> np.ndarray:
+    def next_numbers(self, rows: int, width: int, dtype: str) -> np.ndarray:
         nbytes = rows * width * 8
         if self.at + nbytes > len(self._raw):
             raise ValueError(f"{rows} x {width} numbers are not there")
@@ -358,10 +353,10 @@ def _group(fields: Any, numbers: _Numbers, world_size: int) -> Group:
     for value in plain:
         check_plain(value)
     made = structure_from_document(structure, len(plain))
-    ranks = numbers.take(count, 1, "<i8").reshape(-1)
+    ranks = numbers.next_numbers(count, 1, "<i8").reshape(-1)
     if (np.diff(ranks) <= 0).any():
         raise ValueError("ranks that do not ascend")
-    rows = numbers.take(count, made.starts[-1], "<i8")
+    rows = numbers.next_numbers(count, made.starts[-1], "<i8")
     made.check_rows(rows)
     return Group(made, ranks, rows, plain)
 

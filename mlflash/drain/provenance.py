@@ -21,7 +21,7 @@ from ..config import Config
 from ..errors import ConfigError, CorruptSlot, pip_install
 from ..storage import canonical_json
 from .checkpoint_directory import FILE_NAME, PROVENANCE, SIGNATURE, tag
-from .rank_input import DrainInput, FileDigest, Origin, Receipt
+from .rank_content import DrainInput, FileDigest, Origin, Receipt
 
 FORMAT = 1
 

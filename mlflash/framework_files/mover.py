@@ -34,7 +34,7 @@ _IN_EXTRA = 0xFFFFFFFF  # stands for a number that takes eight bytes; the extra 
 _ID = b"/.data/serialization_id"
 _WORD = (1 << 64) - 1
 _CHUNK_NBYTES = 8 << 20
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _LIST, _FAILED = ".mlflash-files-", ".mlflash-failed-"
 
 
@@ -210,17 +210,17 @@ class Mover:
         """Rename it to the target when all files of all ranks are there."""
         lists = [beside / f"{_LIST}{rank}" for rank in ranks]
         try:
-            self._wait(lambda: self._failure(beside) or all(one.exists() for one in lists))
+            self._wait(lambda: self._failure(beside) or all(file_list.exists() for file_list in lists))
             if why := self._failure(beside):
                 raise MoveFailed(why)
             names: set[str] = set()
-            for one in lists:
-                for name, nbytes in json.loads(one.read_text()).items():
+            for file_list in lists:
+                for name, nbytes in json.loads(file_list.read_text()).items():
                     names.add(name)
                     if (beside / name).stat().st_size != nbytes:
                         raise MoveFailed(f"{name} is incomplete or damaged")
-            for one in lists:
-                one.unlink()
+            for file_list in lists:
+                file_list.unlink()
             if names == {target.name}:
                 (beside / target.name).rename(target)
             elif not target.is_dir():
@@ -238,7 +238,7 @@ class Mover:
         while not condition():
             if time.monotonic() > end:
                 raise MoveFailed(f"the files of other ranks did not come within {self._job.patience_s:g} s")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def _failure(self, beside: Path) -> str:
         for path in beside.glob(f"{_FAILED}*"):
@@ -273,16 +273,16 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         target = order.get("link") or order["to"]
-        said = {"moved": target}
+        answer = {"moved": target}
         try:
             if "link" in order:
                 mover.link(Path(target), order["to"])
             else:
                 mover.move(Path(order["from"]), Path(target), order["notes"], order["alone"], order["checks"])
         except MoveFailed as error:
-            said = {"failed": target, "why": str(error)}
+            answer = {"failed": target, "why": str(error)}
         with contextlib.suppress(OSError):  # nobody reads the stream any more
-            print(json.dumps(said), flush=True)
+            print(json.dumps(answer), flush=True)
     shutil.rmtree(job.place, ignore_errors=True)
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from ..text import listed
-from .protection_groups import Placement
+from .redundancy import Placement
 from .topology import Topology, tied_together
 
 _ENUMERATED = 20  # if limits differ, all subsets of so many connected nodes are counted
@@ -109,8 +109,8 @@ def _components(nodes: int, limits: Iterable[Limit]) -> list[tuple[list[int], li
 def _component_counts(nodes: Sequence[int], limits: Sequence[Limit]) -> np.ndarray:
     """For 0, 1, 2 ... nodes, how many sets of so many of these nodes break no limit."""
     size = len(nodes)
-    whole = len(limits) == 1 and len(limits[0].nodes) == size
-    if not limits or whole or size > _ENUMERATED:
+    is_one_limit = len(limits) == 1 and len(limits[0].nodes) == size
+    if not limits or is_one_limit or size > _ENUMERATED:
         most = min((limit.losses for limit in limits), default=size)
         return np.array([math.comb(size, lost) if lost <= most else 0 for lost in range(size + 1)], dtype=object)
     lost = (

@@ -29,7 +29,7 @@ from ..memory.slot import HEADER_NBYTES, MAX_GROUP, Attempt, Header, Slot, Use, 
 from ..memory.slot_pool import SlotPool, any_intact
 from ..mpi.nonblocking import Operation, SendRate, done, side_by_side
 from ..mpi.world import World
-from ..placement.protection_groups import Placement
+from ..placement.redundancy import Placement
 from ..state import layout
 from ..state.layout import Extents
 from . import erasure_codes

@@ -10,7 +10,7 @@ from ..memory.slot_pool import SlotPool, any_intact
 from ..mpi.fabric import OpenMemory, choose_transport
 from ..mpi.nonblocking import Operation
 from ..mpi.world import World
-from ..placement.protection_groups import Placement
+from ..placement.redundancy import Placement
 from ..state.layout import Extents
 from .parity import Parity
 from .transfer import Source, offer, receive, send, slot_of, swap

@@ -3,7 +3,7 @@
     list         each node lists its sealed slots; all ranks make the same choice
     fetch        every byte of every slot is verified, and slots come to where they can be read (see `fetch`)
     (load)       by the caller, from its own slot; the ranks agree on an error there, too
-    reprotect    copies and parity are checked, and made if they are missing (see `reprotect`)
+    reprotect    copies and parity are checked, and made if they are missing (see `repair`)
 
 A slot that is found to be bad is removed from the list and the choice is made again, so that all ranks always take the
 same attempt. If nothing can be used, the error says what exists and why.
@@ -11,24 +11,26 @@ same attempt. If nothing can be used, the error says what exists and why.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 
+from ..channel.records import Search
 from ..commit.courier_state import CourierState
 from ..commit.earlier_runs import Choice, choose
 from ..crash_points import reach
 from ..drain.checkpoint_directory import Listed, Listing, step_of
-from ..drain.drain import Drain
-from ..drain.queue import DrainQueue
-from ..drain.rank_input import DrainInput
+from ..drain.drain_handle import Drain
+from ..drain.drain_runs import DrainQueue
+from ..drain.rank_content import DrainInput
 from ..errors import StepNotFound, Unrestorable, WorldSizeChanged
 from ..memory.inventory import MOST_STEPS, NEWEST, Place, WantedStep, why_unrestorable
 from ..memory.slot import Slot, Verdict
-from ..protect.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
+from ..protect.rank_checkpoint import ShareFiles, open_rank_checkpoint
 from ..storage.store import Store, find_other_format, open_store
 from .fetch import bring, gather_shares, is_of
-from .open_in_memory import FoundElsewhere
-from .reprotect import give_receipts, reprotect
+from .open_in_memory import MemoryCheckpoint
+from .repair import give_receipts, reprotect
 
 log = logging.getLogger("mlflash")
 
@@ -41,76 +43,67 @@ class Sources:
     def __init__(self, context: CourierState, drains: DrainQueue):
         self._context, self._drains = context, drains
 
-    def choose(self, wanted: WantedStep, others: bool, source: str | None, bad: Mapping[str, str], checked: bool
-               ) -> RankCheckpoint | FoundElsewhere | Listed | None:  # fmt: skip
+    def choose(self, search: Search) -> MemoryCheckpoint | Listed | None:
         """Choose between memory and directory: what was saved last. Collective over the world.
 
-        ``bad``: folders of the directory that are passed over, and why. ``checked``: verify every byte in memory.
         Raises Unrestorable or StepNotFound on all ranks; nothing was changed.
         """
-        if wanted.is_newest and self._context.config.prefer_certified:
+        if search.wanted.is_newest and self._context.config.prefer_certified:
             try:
-                certified = self._choose(WantedStep(certified=True), others, source, bad, checked)
+                certified = self._choose(dataclasses.replace(search, wanted=WantedStep(certified=True)))
             except StepNotFound:
                 certified = None
             if certified is not None:
                 return certified
             if self._context.world.rank == 0:
                 log.warning("no step is certified: the newest one is taken (prefer_certified)")
-        return self._choose(wanted, others, source, bad, checked)
+        return self._choose(search)
 
-    def _choose(self, wanted: WantedStep, others: bool, source: str | None, bad: Mapping[str, str], checked: bool
-                ) -> RankCheckpoint | FoundElsewhere | Listed | None:  # fmt: skip
-        store = self._drains.store if source is None else open_store(source)
+    def _choose(self, search: Search) -> MemoryCheckpoint | Listed | None:
+        context, wanted = self._context, search.wanted
+        store = self._drains.store if search.source is None else open_store(search.source)
         listing = self._drains.listing(store)
-        listed = [checkpoint for checkpoint in listing.listed if wanted.fits(checkpoint.step, checkpoint.verdict)]
+        usable = [
+            checkpoint for checkpoint in listing.listed
+            if wanted.fits(checkpoint.step, checkpoint.verdict) and checkpoint.folder not in search.bad
+        ]  # fmt: skip
         rejected: dict[Place, str] = {}
-        left = [checkpoint for checkpoint in listed if checkpoint.folder not in bad]
-        if source is None:
-            oldest = left[0].card.attempt.generation if left else 0
-            in_memory = find_and_verify(self._context, wanted, others, oldest, checked, rejected)
+        if search.source is None:
+            oldest = usable[0].card.attempt.generation if usable else 0
+            in_memory = find_and_verify(context, search, oldest, rejected)
             if in_memory is not None:
                 self._context.has_searched = True
                 return in_memory
-        if left and store is not None:
-            if rejected and not self._context.left.unusable:  # keep what memory has: the directory may be damaged, too
-                self._context.leave_alone()
-            self._say_why(left[0], f"{store.path}/{left[0].folder}", wanted, source, rejected)
-            return left[0]
-        self._refuse_unusable(wanted, source, listing, bad, rejected)
+        if usable and store is not None:
+            if rejected and not context.left.unusable:  # keep what memory has: the directory may be damaged, too
+                context.leave_alone()
+            self._say_why(usable[0], f"{store.path}/{usable[0].folder}", search, rejected)
+            return usable[0]
+        self._refuse_unusable(search, store, listing, rejected)
         self._say_what_others_wrote(store)
         self._context.has_searched = True
         return None
 
-    def _say_what_others_wrote(self, store: Store | None) -> None:
-        """Warn of checkpoints of other libraries in the directory: training would begin anew without a word."""
-        if store is None or self._context.world.rank != 0 or self._context.config.fresh:
-            return
-        if (other := find_other_format(store)) is not None:
-            log.warning("nothing is restored, but %s has a checkpoint of %s. mlflash restores what it saved itself: "
-                        "load that checkpoint as before, or see mlflash import", *other)  # fmt: skip
-
-    def _refuse_unusable(self, wanted: WantedStep, source: str | None, listing: Listing, bad: Mapping[str, str],
-                         rejected: Mapping[Place, str]) -> None:  # fmt: skip
+    def _refuse_unusable(self, search: Search, store: Store | None, listing: Listing, rejected: Mapping[Place, str]
+                         ) -> None:  # fmt: skip
         """Raise if there are checkpoints, but none of them can be used. Collective over the world."""
-        reasons, begun = why_not(self._context, rejected) if source is None else ({}, [])
+        wanted, bad, uses_memory = search.wanted, search.bad, search.source is None
+        reasons, unfinished = why_not(self._context, rejected) if uses_memory else ({}, [])
         in_memory = bool(reasons)
         marked = [checkpoint.folder for checkpoint in listing.listed if checkpoint.verdict is Verdict.BAD]
         for folder, why in {**dict.fromkeys(marked, "it was marked bad"), **listing.damaged, **bad}.items():
             at = step_of(folder)
             if at is not None and (at in reasons or len(reasons) < MOST_STEPS):
                 reasons[at] = "; ".join(filter(None, (reasons.get(at), f"{folder}: {why}")))
-        held = [] if source is not None or wanted.is_newest else restorable_steps(self._context)
+        held = restorable_steps(self._context) if uses_memory and not wanted.is_newest else []
         if not wanted.is_newest and (wanted.step is not None or held or listing.listed):
             step = wanted.step
             drained = sorted({checkpoint.step for checkpoint in listing.listed if checkpoint.folder not in bad})
-            store = self._drains.store if source is None else open_store(source)
             in_store = f", in {store.path}: {listing.problem or drained}" if store is not None else ""
             why = "this step cannot be restored" if step is not None else f"there is no step that is {wanted}"
             if step in reasons:
                 why = f"this step exists but cannot be restored: {reasons[step]}"
-            raise StepNotFound(why, step=step,
-                               found=f"steps in memory: {held}{in_store}")  # fmt: skip
+            raise StepNotFound(why, step=step, found=f"steps in memory: {held}{in_store}")
         if reasons or listing.problem:
             error = Unrestorable(
                 (f"{listing.problem}, and memory has nothing that can be restored" if listing.problem else
@@ -123,16 +116,23 @@ class Sources:
                 self._context.leave_alone()
             self._context.recorder.unrestorable(error)
             raise error
-        if begun and self._context.world.rank == 0:
+        if unfinished and self._context.world.rank == 0:
             log.warning("memory has parts of step %s, whose first save did not end: nothing was ever committed",
-                        ", ".join(map(str, begun)))  # fmt: skip
+                        ", ".join(map(str, unfinished)))  # fmt: skip
 
-    def _say_why(self, listed: Listed, path: str, wanted: WantedStep, source: str | None, rejected: Mapping[Place, str]
-                 ) -> None:  # fmt: skip
+    def _say_what_others_wrote(self, store: Store | None) -> None:
+        """Warn of checkpoints of other libraries in the directory: training would begin anew without a word."""
+        if store is None or self._context.world.rank != 0 or self._context.config.fresh:
+            return
+        if (other := find_other_format(store)) is not None:
+            log.warning("nothing is restored, but %s has a checkpoint of %s. mlflash restores what it saved itself: "
+                        "load that checkpoint as before, or see mlflash import", *other)  # fmt: skip
+
+    def _say_why(self, listed: Listed, path: str, search: Search, rejected: Mapping[Place, str]) -> None:
         """Log why the directory is taken, and which newer steps are lost by that. Collective over the world."""
         self._context.restored.source, self._context.restored.rolled_forward = path, False
         lost: dict[int, str] = {}
-        if source is not None or not wanted.is_newest:
+        if search.source is not None or not search.wanted.is_newest:
             why = "as asked"
         else:
             held = restorable_steps(self._context)
@@ -155,34 +155,29 @@ class Sources:
 def restorable_steps(context: CourierState, alike: bool = False) -> list[int]:
     """List the steps for which some node has every rank's slot, ascending. Collective over the world."""
     inventory = context.take_stock()
-    whole = [
+    return sorted({
         step
         for attempt, step, size in inventory.attempts()
         if (not alike or size == context.world.size) and choose(inventory.of(attempt), context.world.topology.node_of)
-    ]
-    return sorted(set(whole))
+    })  # fmt: skip
 
 
-def find_and_verify(
-    context: CourierState, wanted: WantedStep, others: bool = False, oldest: int = 0, checked: bool = True,
-    rejected: dict[Place, str] | None = None,
-) -> RankCheckpoint | FoundElsewhere | None:  # fmt: skip
-    """Bring the newest restorable attempt that fits the request into this rank's own slot. Collective.
+def find_and_verify(context: CourierState, search: Search, oldest: int = 0, rejected: dict[Place, str] | None = None
+                    ) -> MemoryCheckpoint | None:  # fmt: skip
+    """Bring the newest restorable attempt that fits the request to where it can be read. Collective.
 
     Args:
-        others: if another number of ranks saved it, bring it to where it can be read.
         oldest: pass over attempts of a smaller generation, because there is something newer elsewhere.
         rejected: gets the files that were found to be damaged, and how; the same on all ranks.
 
     Returns:
-        This rank's state, every byte of it verified on every rank; or what this rank has of other ranks' states; None
-        if there is nothing.
+        What this rank has of it, every byte verified on every rank; None if there is nothing.
 
     Raises:
         WorldSizeChanged: another number of ranks saved it, and it must not be resharded.
     """
     context.pool.exchange()
-    inventory = context.take_stock()
+    inventory, wanted = context.take_stock(), search.wanted
     reach("restore.listed")
     while True:
         newer = inventory.since(oldest)
@@ -193,19 +188,19 @@ def find_and_verify(
         if choice is None:
             return None
         same_ranks = choice.world_size == context.world.size
-        if not same_ranks and not others:
+        if not same_ranks and not search.others:
             raise WorldSizeChanged(
                 "another number of ranks saved the checkpoint in memory: restore(state) converts it to this number. To "
                 "ignore it, use another job name, `fresh` or `mlflash clean`",
                 step=choice.step, expected=f"a world of {choice.world_size} ranks", found=f"{context.world.size}",
             )  # fmt: skip
         slots: dict[int, Slot] = {}
-        bad = bring(context, inventory, choice, slots, checked)
+        bad = bring(context, inventory, choice, slots, search.checked)
         if not bad:
             if same_ranks:
                 own = next(slot for slot in context.pool.own if is_of(slot, context.world.rank, choice.attempt))
                 slots = {context.world.rank: own}
-            files, lacking = gather_shares(context, choice, slots, checked)
+            files, lacking = gather_shares(context, choice, slots, search.checked)
             bad = dict.fromkeys(lacking, "the tensors that it shares with other ranks are damaged or missing")
         if bad:
             context.pool.unmap_others(slots.values())
@@ -236,23 +231,22 @@ def _warn(choice: Choice, passed_over: Choice | None, skip_stuck: int) -> None:
         log.warning("step %d is restored, which was marked bad", choice.step)
 
 
-def _opened(context: CourierState, choice: Choice, slots: Mapping[int, Slot], files: ShareFiles
-            ) -> RankCheckpoint | FoundElsewhere:  # fmt: skip
-    context.restored.restores, context.restored.verdict = choice.restores + 1, choice.verdict
+def _opened(context: CourierState, choice: Choice, slots: Mapping[int, Slot], files: ShareFiles) -> MemoryCheckpoint:
+    restored, world = context.restored, context.world
+    restored.restores, restored.verdict = choice.restores + 1, choice.verdict
     homes = {
-        rank: open_rank_checkpoint(context.pool.open, context.world.node_index, slot, files)
-        for rank, slot in slots.items()
+        rank: open_rank_checkpoint(context.pool.open, world.node_index, slot, files) for rank, slot in slots.items()
     }
-    if choice.world_size != context.world.size:
-        context.restored.source = "other ranks"
-        context.restored.rolled_forward = False
-        return FoundElsewhere(choice.attempt, choice.step, context.restored.restores, homes, files)
-    place, own = choice.source[context.world.rank], slots[context.world.rank]
-    context.restored.source = "parity" if place is None else context.world.topology.node_names[place[0]]
-    context.restored.rolled_forward = not context.world.any_of(own.committed)
-    if not context.restored.rolled_forward:
-        give_receipts(own)
-    return homes[context.world.rank]
+    own = homes[world.rank] if choice.world_size == world.size else None
+    if own is None:
+        restored.source, restored.rolled_forward = "other ranks", False
+    else:
+        place = choice.source[world.rank]
+        restored.source = "parity" if place is None else world.topology.node_names[place[0]]
+        restored.rolled_forward = not world.any_of(own.slot.committed)
+        if not restored.rolled_forward:
+            give_receipts(own.slot)
+    return MemoryCheckpoint(choice.attempt, choice.step, restored.restores, homes, files, own)
 
 
 def why_not(context: CourierState, rejected: Mapping[Place, str]) -> tuple[dict[int, str], list[int]]:
@@ -294,27 +288,22 @@ def scavenge(context: CourierState, drains: DrainQueue) -> Drain | None:
     listed = drains.listing().listed
     restorable = (checkpoint for checkpoint in listed if NEWEST.fits(checkpoint.step, checkpoint.verdict))
     newest = max((checkpoint.card.attempt.generation for checkpoint in restorable), default=0)
-    found = find_and_verify(context, NEWEST, others=True, oldest=newest + 1)
-    if found is None:
+    checkpoint = find_and_verify(context, Search(NEWEST, others=True), oldest=newest + 1)
+    if checkpoint is None:
         return None
-    if isinstance(found, RankCheckpoint):
-        homes, header = {context.world.rank: found}, found.header
-        attempt, step, world_size, mark = header.attempt, header.step, header.world_size, header.mark
-    else:
-        attempt, step, homes = found.attempt, found.step, found.homes
-        headers = [home.header for home in homes.values()]
-        agreed = context.world.agree(max_of={"world_size": max((header.world_size for header in headers), default=0),
-                                             "mark": max((header.mark for header in headers), default=0)})  # fmt: skip
-        world_size, mark = agreed.world_size, agreed.mark
-    drain_input = DrainInput(attempt, step, world_size, lambda: homes, mark, by="scavenge",
-                             verdict=lambda: context.restored.verdict)  # fmt: skip
+    homes = checkpoint.homes
+    headers = [home.header for home in homes.values()]
+    agreed = context.world.agree(max_of={"world_size": max((header.world_size for header in headers), default=0),
+                                         "mark": max((header.mark for header in headers), default=0)})  # fmt: skip
+    drain_input = DrainInput(checkpoint.attempt, checkpoint.step, agreed.world_size, lambda: homes, agreed.mark,
+                             by="scavenge", verdict=lambda: context.restored.verdict)  # fmt: skip
     return drains.begin(drain_input)
 
 
 def reprotect_newest(context: CourierState) -> int | None:
     """Make what the newest checkpoint in memory lacks, on as many ranks as the job has; return its step."""
-    found = find_and_verify(context, NEWEST)
-    if not isinstance(found, RankCheckpoint):
+    checkpoint = find_and_verify(context, Search(NEWEST))
+    if checkpoint is None or checkpoint.own is None:
         return None
-    reprotect(context, found.slot)
-    return found.header.step
+    reprotect(context, checkpoint.own.slot)
+    return checkpoint.step

@@ -38,10 +38,10 @@ from ..protect.deduplication import Share, cuts
 from ..protect.rank_checkpoint import ShareFiles
 from ..protect.transfer import Source, offer, receive, send, slot_of
 from ..state import layout
+from ..state.boxes import box, cut
 from ..state.leaves import Entry
 from ..state.manifest import Shared
 from ..state.rebuild import Read
-from ..state.shards import box, cut
 from .repair import ParityRepairs
 
 log = logging.getLogger("mlflash")
@@ -156,10 +156,10 @@ def _fetch(context: CourierState, choice: Choice, serves: list[int], slots: dict
     sent = {rank: slots[rank] for rank, server in enumerate(serves) if server == world.rank and rank != world.rank}
     server = serves[world.rank] if serves[world.rank] != world.rank else None
     home = None if server is None else context.pool.free_slot(context.pool.own)
-    whole = fetch(context, sent, server, home, slot_of(world.rank, choice.attempt))
+    is_intact = fetch(context, sent, server, home, slot_of(world.rank, choice.attempt))
     reach("restore.fetched")
     context.recorder.counts["slots fetched"] += server is not None
-    failed = [] if whole else [choice.source[world.rank]]
+    failed = [] if is_intact else [choice.source[world.rank]]
     return sorted(place for places in world.gather(failed) for place in places if place is not None)
 
 
@@ -292,8 +292,8 @@ def _open_share(context: CourierState, attempt: Attempt, errand: _Errand) -> Slo
 
 
 def _is_share(attempt: Attempt, errand: _Errand, header: Header) -> bool:
-    found = (header.kind, header.attempt, (header.shared_by, header.share), header.extents.payload_nbytes)
-    return found == (Kind.SHARE, attempt, errand.share, errand.nbytes)
+    content = (header.kind, header.attempt, (header.shared_by, header.share), header.extents.payload_nbytes)
+    return content == (Kind.SHARE, attempt, errand.share, errand.nbytes)
 
 
 def _fetch_some(context: CourierState, attempt: Attempt, errands: list[_Errand]
@@ -318,12 +318,12 @@ def _fetch_some(context: CourierState, attempt: Attempt, errands: list[_Errand]
     if errand_here is not None:
         target = (pool.free_slot(pool.shares) if is_own else None) or Slot()
     is_wanted = functools.partial(_is_share, attempt, errand_here) if errand_here is not None else lambda header: False
-    whole = fetch(context, serves, None if errand_here is None else errand_here.server, target, is_wanted)
+    is_intact = fetch(context, serves, None if errand_here is None else errand_here.server, target, is_wanted)
     context.recorder.counts["shares fetched"] += errand_here is not None
     pool.unmap_others(serves.values())
     report = None
     if errand_here is not None and target is not None:
-        report = (errand_here.share, file_number(target.name), whole, errand_here.place)
+        report = (errand_here.share, file_number(target.name), is_intact, errand_here.place)
         if not any(target is slot for slot in pool.shares):
             pool.keep_for_now(target)
             pool.unmap_others([target])

@@ -6,7 +6,6 @@ An error on any rank is raised on all of them, so that no rank trains on from an
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import time
@@ -17,11 +16,11 @@ import xxhash
 
 from ..channel.client import TrainerState
 from ..channel.ranks import Ranks
-from ..channel.records import FoundInMemory
+from ..channel.records import FoundInMemory, Search
 from ..channel.wanted_parts import WantedPart
 from ..crash_points import reach
 from ..drain.checkpoint_directory import Listed
-from ..drain.drain import Drains
+from ..drain.drain_handle import Drains
 from ..errors import (
     CorruptSlot,
     DeadlineExceeded,
@@ -40,7 +39,7 @@ from ..state.rebuild import Filling, materialize, refuse_differences
 from ..storage.store import open_store
 from . import reshard
 from .open_in_directory import OpenInDirectory
-from .open_in_memory import FoundElsewhere, OpenCheckpoint, OpenInMemory, open_home
+from .open_in_memory import MemoryCheckpoint, OpenCheckpoint, OpenInMemory, open_home
 
 log = logging.getLogger("mlflash")
 
@@ -49,22 +48,9 @@ T = TypeVar("T")
 _KEPT_NBYTES = 64 << 20  # of everything that a rank keeps to put it back
 _UNDEFINED = ("the state that you gave is now undefined: restore again, or begin anew; save refuses until a "
               "restore succeeds")  # fmt: skip
-Found = RankCheckpoint | FoundElsewhere | OpenInDirectory | None
+Found = MemoryCheckpoint | OpenInDirectory | None
 _Takes = ParamSpec("_Takes")
 _Gives = TypeVar("_Gives")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Search:
-    """What a restore looks for, and what it passes over."""
-
-    wanted: WantedStep
-    source: str | None = None
-    others: bool = False  # whether another number of ranks may have saved it
-    told: Collection[str] = ()  # names of entries whose bytes are needed of every rank
-    checked: bool = True  # whether all of what is in memory is verified
-    remember: bool = False  # whether the next search may take what this one has verified
-    bad: dict[str, str] = dataclasses.field(default_factory=dict)  # folders to pass over, and why
 
 
 class Loading:
@@ -130,8 +116,7 @@ class Loading:
         except DeadlineExceeded:  # the ranks cannot agree on anything now
             raise
         except MlflashError as error:  # the same on all ranks
-            whole = filling.put_back()
-            if self._ranks.all_of(whole):
+            if self._ranks.all_of(filling.put_back()):
                 self._saves.undefined = before
             else:
                 self._stay_undefined(error)
@@ -144,10 +129,10 @@ class Loading:
         if not sizes:
             return []
         largest = [-most for most in self._ranks.least_of([-nbytes for nbytes in sizes.values()])]
-        small, left = set(), _KEPT_NBYTES
+        small, room = set(), _KEPT_NBYTES
         for nbytes, path in sorted(zip(largest, sizes, strict=True)):
-            left -= nbytes
-            if left >= 0:
+            room -= nbytes
+            if room >= 0:
                 small.add(path)
         return [path for path in sizes if path in small]
 
@@ -184,100 +169,66 @@ class Restores:
         self._loading = Loading(trainer.ranks, saves)
         self._began = time.perf_counter()  # start of the current restore
         self._in_memory: FoundInMemory | None = None  # what the last search found there
-        self._whole: set[Listed] = set()  # checkpoints of the directory of which every byte is verified
+        self._verified: set[Listed] = set()  # checkpoints of the directory of which every byte is verified
 
     @_doing
     def restore(self, state: Any, wanted: WantedStep, source: str | None = None) -> int | None:
         """Fill a state in place; see `Checkpointer.restore`."""
         self._saves.reservations.wait()
         self._saves.find_replicas(state)
-        search = _Search(wanted, source, others=True)
-        while isinstance(found := self._choose(search), OpenInDirectory):
-            with contextlib.closing(found), self._passing_over(found, search):
-                return self._put_together(found, state)
-        if found is None:
+        search = Search(wanted, source, others=True)
+        while isinstance(choice := self._choose(search), OpenInDirectory):
+            with contextlib.closing(choice), self._passing_over(choice, search):
+                return self._put_together(choice, state)
+        if choice is None:
             self._prepare_or_warn(state)
             return None
-        opened, filling, has_same = self._compare(found, state)
-        if isinstance(opened, RankCheckpoint) and filling is None:  # other shards
-            home, opened = opened, self._as_elsewhere(opened, found.restores)
-            self._courier.call("reprotect_first", self._number_of(home))
-        if isinstance(opened, FoundElsewhere):
-            return self._put_together(OpenInMemory(self._trainer, opened, checks=True), state)
-        assert filling is not None
+        checkpoint, filling, has_same = self._compare(choice, state)
+        home = checkpoint.own
+        if home is None or filling is None:
+            if home is not None:  # other shards
+                self._courier.call("reprotect_first", self._number_of(home))
+            return self._put_together(OpenInMemory(self._trainer, checkpoint, checks=True), state)
         start = time.perf_counter()
-        self._hold_until_protected(opened)
-        self._loading.fill(opened.header.step, filling, has_same)
+        self._hold_until_protected(home)
+        self._loading.fill(checkpoint.step, filling, has_same)
         self._recorder.seconds["load"] += time.perf_counter() - start
-        return self._restored(opened)
-
-    def _compare(self, found: FoundInMemory, state: Any
-                 ) -> tuple[RankCheckpoint | FoundElsewhere, Filling | None, bool]:  # fmt: skip
-        """Open what was found in memory, and compare it with a state. Collective over the world.
-
-        Returns:
-            What was opened; what fills the state with it, None if ranks or shards are others, so that the state must be
-            put together; and whether all ranks have objects of the same names.
-
-        Raises:
-            StructureMismatch: on all ranks, if the state of any does not match.
-        """
-
-        def look() -> tuple[RankCheckpoint | FoundElsewhere, Filling | None]:
-            opened = self._open_found(found)
-            if isinstance(opened, FoundElsewhere) or reshard.only_shards_differ(state, opened):
-                return opened, None
-            manifest = opened.manifest
-            refuse_differences(state, manifest.tree, manifest.entries)
-            return opened, Filling(state, manifest.tree, manifest.entries, manifest.plain, opened.reader())
-
-        def numbers(looked: tuple[RankCheckpoint | FoundElsewhere, Filling | None]) -> list[int]:
-            name = 0 if looked[1] is None else name_of_objects(looked[1])
-            return [int(looked[1] is not None), name, -name]
-
-        (opened, filling), (is_alike, low, high) = self._ranks.together_least(look, numbers, 3, _unreadable, found.step)
-        return opened, filling if is_alike else None, low == -high
-
-    def _as_elsewhere(self, home: RankCheckpoint, restores: int, same_ranks: bool = False) -> FoundElsewhere:
-        return FoundElsewhere(home.header.attempt, home.header.step, restores, {self._ranks.rank: home}, home.files,
-                              same_ranks)  # fmt: skip
+        return self._restored(home)
 
     @_doing
     def load(self, wanted: WantedStep, source: str | None = None, copy: bool = True) -> tuple[int | None, Any]:
         """Return the state anew; see `Checkpointer.load`."""
-        search = _Search(wanted, source, checked=copy)
-        while isinstance(found := self._find(search), OpenInDirectory):
-            with contextlib.closing(found), self._passing_over(found, search):
-                return self._load_drained(found)
-        if not isinstance(found, RankCheckpoint):
+        search = Search(wanted, source, checked=copy)
+        while isinstance(checkpoint := self._find(search), OpenInDirectory):
+            with contextlib.closing(checkpoint), self._passing_over(checkpoint, search):
+                return self._load_drained(checkpoint)
+        if checkpoint is None:
             return None, None
         reach("restore.loading")
-        home = found
+        home = checkpoint.own
+        assert home is not None  # no other number of ranks was asked for
         self._hold_until_protected(home)
 
         def build() -> Any:
-            read_from, manifest = home, home.manifest
+            source, manifest = home, home.manifest
             if not copy:
                 lend = self._slots.lend
-                shares = [lend(share) for share in home.shares]
-                read_from = RankCheckpoint(lend(home.slot), manifest, shares, home.files)
-            return materialize(manifest.tree, manifest.entries, manifest.plain, read_from.reader(), copy)
+                source = RankCheckpoint(lend(home.slot), manifest, list(map(lend, home.shares)), home.files)
+            return materialize(manifest.tree, manifest.entries, manifest.plain, source.reader(), copy)
 
-        state = self._ranks.together(build, lambda why: MlflashError(f"loading failed: {why}"), home.header.step)
+        state = self._ranks.together(build, lambda why: MlflashError(f"loading failed: {why}"), checkpoint.step)
         return self._restored(home), state
 
     @_doing
-    def open(self, step: int | None, told: Collection[str], source: str | None = None) -> OpenCheckpoint | None:
+    def open(self, step: int | None, broadcast: Collection[str], source: str | None = None) -> OpenCheckpoint | None:
         """Open a checkpoint to read any part of it; see `AdapterAPI.open`."""
-        find = self._find_whole if step is None else self._find
-        found = find(_Search(WantedStep(step), source, others=True, told=told))
-        if found is None or isinstance(found, OpenInDirectory):
-            return found
-        if isinstance(found, RankCheckpoint):
-            self._courier.call("reprotect_first", self._number_of(found))
-            restores = 0 if self._in_memory is None else self._in_memory.restores
-            found = self._as_elsewhere(found, restores, same_ranks=True)
-        return OpenInMemory(self._trainer, found, told=told)
+        find = self._find_verified if step is None else self._find
+        checkpoint = find(Search(WantedStep(step), source, others=True, broadcast=broadcast))
+        if checkpoint is None or isinstance(checkpoint, OpenInDirectory):
+            return checkpoint
+        if checkpoint.own is not None:
+            self._courier.call("reprotect_first", self._number_of(checkpoint.own))
+        return OpenInMemory(self._trainer, checkpoint, broadcast=broadcast)
 
     @_doing
     def read(
@@ -293,15 +244,15 @@ class Restores:
         try:
             self._loading.together(step, lambda: wanted_parts.extend(wanted()))
             with contextlib.nullcontext() if anew else self._loading.changing(step):
-                whole = opened.read(wanted_parts)
-                self._loading.together(step, lambda: _finish(whole, done))
+                is_intact = opened.read(wanted_parts)
+                self._loading.together(step, lambda: _finish(is_intact, done))
         finally:
             opened.close()
         self._recorder.seconds["load"] += time.perf_counter() - start
         if opened.home is not None:
             self._restored(opened.home)
-            return
-        self._count(step, opened)
+        else:
+            self._count(step, opened.path)
 
     @_doing
     def steps(self, alike: bool = False) -> list[int]:
@@ -312,7 +263,7 @@ class Restores:
 
     def newest_step(self) -> int | None:
         """Find the newest step that can be loaded; see `AdapterAPI.newest_step`."""
-        return self._close(self._find_whole(_Search(NEWEST, others=True, remember=True)))
+        return self._close(self._find_verified(Search(NEWEST, others=True, remember=True)))
 
     def newest_alike(self) -> int | None:
         """Find the largest step that the number of ranks that saved it can load; see `AdapterAPI.newest_alike`."""
@@ -326,34 +277,130 @@ class Restores:
             raise Unrestorable(
                 "there are checkpoints of this number of ranks, but none of them can be loaded", reasons=reasons
             )
-        self._close(self._find(_Search(NEWEST, others=True, checked=False)))  # raises if what exists cannot be used
+        self._close(self._find(Search(NEWEST, others=True, checked=False)))  # raises if what exists cannot be used
         return None
 
     def _why_not(self, step: int) -> str | None:
         """Return why a step cannot be loaded on the number of ranks that saved it; None if it can."""
         try:
-            found = self._close(self._find_whole(_Search(WantedStep(step), remember=True)))
+            loadable = self._close(self._find_verified(Search(WantedStep(step), remember=True)))
         except (CorruptSlot, StepNotFound, WorldSizeChanged) as error:  # the same on all ranks
             if self._ranks.rank == 0:
                 log.warning("step %d cannot be loaded: %s", step, error)
             return str(error)
-        return "it does not exist" if found is None else None
+        return "it does not exist" if loadable is None else None
+
+    # Choose
+
+    def _find_verified(self, search: Search) -> Found:
+        """Find the newest checkpoint that fits and of which every byte is verified, in memory or in the directory."""
+        while isinstance(checkpoint := self._find(search), OpenInDirectory):
+            with self._passing_over(checkpoint, search):
+                self._verify_once(checkpoint)
+                return checkpoint
+            checkpoint.close()
+        return checkpoint
+
+    def _find(self, search: Search) -> Found:
+        choice = self._choose(search)
+        if not isinstance(choice, FoundInMemory):
+            return choice
+        start = time.perf_counter()
+        checkpoint = self._ranks.on_all(lambda: self._open(choice))
+        self._recorder.seconds["find and fetch"] += time.perf_counter() - start
+        return checkpoint
+
+    def _choose(self, search: Search) -> FoundInMemory | OpenInDirectory | None:
+        """Choose a checkpoint; see `Session.choose`. One of a directory is opened."""
+        start = self._began = time.perf_counter()
+        self._saves.settle()
+        self._drains.settle()
+        self._saves.forget()
+        self._in_memory, reuse = None, search.source is None
+        while True:
+            choice = self._courier.call("choose", search, reuse)
+            if choice is None or isinstance(choice, FoundInMemory):
+                self._recorder.seconds["find and fetch"] += time.perf_counter() - start
+                self._in_memory = choice
+                return choice
+            reuse = False
+            store = open_store(search.source or self._trainer.config.directory or "")
+            try:
+                return OpenInDirectory(self._ranks, store, choice, search.broadcast)
+            except CorruptSlot as error:  # the same on all ranks
+                self._pass_over(choice, str(error), search)
+            finally:
+                self._recorder.seconds["find and fetch"] += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def _passing_over(self, opened: OpenInDirectory, search: Search) -> Iterator[None]:
+        """Pass over a checkpoint of the directory that is found to be damaged."""
+        try:
+            yield
+        except CorruptSlot as error:  # the same on all ranks
+            self._pass_over(opened.listed, opened.damage or str(error), search)
+
+    def _pass_over(self, listed: Listed, why: str, search: Search) -> None:
+        search.bad[listed.folder] = why
+        if self._ranks.rank == 0:
+            log.warning("%s cannot be restored from, so an older checkpoint is tried: %s", listed.folder, why)
 
     def _verify_once(self, drained: OpenInDirectory) -> None:
         """Read every byte of a checkpoint in the directory, once. Collective over the world. Raises CorruptSlot."""
-        if drained.listed not in self._whole:
+        if drained.listed not in self._verified:
             drained.verify_together()
-            self._whole.add(drained.listed)
+            self._verified.add(drained.listed)
 
-    def _close(self, found: Found) -> int | None:
-        if isinstance(found, OpenInDirectory):
-            found.close()
-        elif found is not None:
-            for home in [found] if isinstance(found, RankCheckpoint) else found.homes.values():
-                self._slots.unmap_others([home.slot, *home.shares])
-        if isinstance(found, RankCheckpoint):
-            return found.header.step
-        return None if found is None else found.step
+    # Open what the courier has fetched
+
+    def _open(self, choice: FoundInMemory) -> MemoryCheckpoint:
+        slots, node, own = self._slots, self._ranks.node_index, None
+        homes = {rank: open_home(self._trainer, file, choice.files) for rank, file in choice.homes.items()}
+        if choice.own is not None:
+            own = open_rank_checkpoint(slots.open, node, slots.holding(choice.own), choice.files)
+            homes = {self._ranks.rank: own}
+        return MemoryCheckpoint(choice.attempt, choice.step, choice.restores, homes, choice.files, own)
+
+    def _compare(self, choice: FoundInMemory, state: Any) -> tuple[MemoryCheckpoint, Filling | None, bool]:
+        """Open what was chosen in memory, and compare it with a state. Collective over the world.
+
+        Returns:
+            The checkpoint; what fills the state with it, None if ranks or shards are others, so that the state must be
+            put together; and whether all ranks have objects of the same names.
+
+        Raises:
+            StructureMismatch: on all ranks, if the state of any does not match.
+        """
+
+        def prepare() -> tuple[MemoryCheckpoint, Filling | None]:
+            checkpoint = self._open(choice)
+            home = checkpoint.own
+            if home is None or reshard.only_shards_differ(state, home):
+                return checkpoint, None
+            manifest = home.manifest
+            refuse_differences(state, manifest.tree, manifest.entries)
+            return checkpoint, Filling(state, manifest.tree, manifest.entries, manifest.plain, home.reader())
+
+        def numbers(prepared: tuple[MemoryCheckpoint, Filling | None]) -> list[int]:
+            _, filling = prepared
+            name = 0 if filling is None else name_of_objects(filling)
+            return [int(filling is not None), name, -name]
+
+        (checkpoint, filling), (is_alike, low, high) = self._ranks.together_least(
+            prepare, numbers, 3, lambda why: StructureMismatch(f"the state could not be read: {why}"), choice.step
+        )
+        return checkpoint, filling if is_alike else None, low == -high
+
+    def _close(self, checkpoint: Found) -> int | None:
+        if checkpoint is None:
+            return None
+        if isinstance(checkpoint, OpenInDirectory):
+            checkpoint.close()
+        else:
+            self._slots.unmap_others(checkpoint.slots)
+        return checkpoint.step
+
+    # Load
 
     def _prepare_or_warn(self, state: Any) -> None:
         try:
@@ -377,119 +424,52 @@ class Restores:
         try:
             self._loading.fill(old.step, made.filling(state))
         except BaseException:  # after an interrupt, too
-            reshard.give_up(self._trainer, old)
+            self._slots.give_back(old)  # what was put together in them was not loaded
             raise
         self._recorder.seconds["load"] += time.perf_counter() - start
         reach("restore.loaded")
         reshard.protect(self._trainer, old, made)
         self._recorder.counts["drained restores" if isinstance(old, OpenInDirectory) else "resharded"] += 1
-        self._count(old.step, old)
+        self._count(old.step, old.path)
         return old.step
 
-    def _load_drained(self, found: OpenInDirectory) -> tuple[int, Any]:
-        if found.world_size != self._ranks.size:
+    def _load_drained(self, drained: OpenInDirectory) -> tuple[int, Any]:
+        if drained.world_size != self._ranks.size:
             raise WorldSizeChanged("another number of ranks saved the checkpoint: restore(state) converts it to "
-                                   "this number", step=found.step, expected=f"{found.world_size} ranks",
+                                   "this number", step=drained.step, expected=f"{drained.world_size} ranks",
                                    found=self._ranks.size)  # fmt: skip
-        manifest, read, wanted_parts = found.state(self._ranks.rank)
-        whole = found.read(wanted_parts)
-        self._loading.together(found.step, lambda: _finish(whole, lambda: None))
-        self._count(found.step, found)
-        return found.step, materialize(manifest.tree, manifest.entries, manifest.plain, read)
-
-    def _find(self, search: _Search) -> Found:
-        found = self._choose(search)
-        if not isinstance(found, FoundInMemory):
-            return found
-        start = time.perf_counter()
-        opened = self._ranks.on_all(lambda: self._open_found(found))
-        self._recorder.seconds["find and fetch"] += time.perf_counter() - start
-        return opened
-
-    def _choose(self, search: _Search) -> FoundInMemory | OpenInDirectory | None:
-        """Choose a checkpoint; see `Session.choose`. One of a directory is opened."""
-        start = self._began = time.perf_counter()
-        self._saves.settle()
-        self._drains.settle()
-        self._saves.forget()
-        self._in_memory, again = None, search.source is None
-        while True:
-            found = self._courier.call("choose", search.wanted, search.others, search.source, search.bad,
-                                       search.checked, again, search.remember)  # fmt: skip
-            if found is None or isinstance(found, FoundInMemory):
-                self._recorder.seconds["find and fetch"] += time.perf_counter() - start
-                self._in_memory = found
-                return found
-            again = False
-            store = open_store(search.source or self._trainer.config.directory or "")
-            try:
-                return OpenInDirectory(self._ranks, store, found, search.told)
-            except CorruptSlot as error:  # the same on all ranks
-                self._pass_over(found, str(error), search)
-            finally:
-                self._recorder.seconds["find and fetch"] += time.perf_counter() - start
-
-    def _open_found(self, found: FoundInMemory) -> RankCheckpoint | FoundElsewhere:
-        slots, node = self._slots, self._ranks.node_index
-        if found.own is not None:
-            return open_rank_checkpoint(slots.open, node, slots.holding(found.own), found.files)
-        homes = {rank: open_home(self._trainer, file, found.files) for rank, file in found.homes.items()}
-        return FoundElsewhere(found.attempt, found.step, found.restores, homes, found.files)
-
-    @contextlib.contextmanager
-    def _passing_over(self, opened: OpenInDirectory, search: _Search) -> Iterator[None]:
-        """Pass over a checkpoint of the directory that is found to be damaged."""
-        try:
-            yield
-        except CorruptSlot as error:  # the same on all ranks
-            self._pass_over(opened.listed, opened.damage or str(error), search)
-
-    def _pass_over(self, listed: Listed, why: str, search: _Search) -> None:
-        search.bad[listed.folder] = why
-        if self._ranks.rank == 0:
-            log.warning("%s cannot be restored from, so an older checkpoint is tried: %s", listed.folder, why)
-
-    def _find_whole(self, search: _Search) -> Found:
-        """Find the newest checkpoint that fits and of which every byte is verified, in memory or in the directory."""
-        while isinstance(found := self._find(search), OpenInDirectory):
-            with self._passing_over(found, search):
-                self._verify_once(found)
-                return found
-            found.close()
-        return found
-
-    def _restored(self, home: RankCheckpoint) -> int:
-        self._slots.unmap_others(home.shares)
-        reach("restore.loaded")
-        step, own = home.header.step, self._number_of(home)
-        self._count(step, home, own)
-        self._courier.post(self._courier.job("reprotect_restored", own))
-        return step
-
-    def _number_of(self, home: RankCheckpoint) -> int:
-        return next(number for number, slot in enumerate(self._slots.own) if slot is home.slot)
-
-    def _count(self, step: int, source: object, own: int | None = None) -> None:
-        self._saves.last_step = self._drains.restored = step
-        self._courier.call("restored", own)
-        where = source.path if isinstance(source, OpenInDirectory) else "memory"
-        how = "" if isinstance(source, RankCheckpoint) else f", put together for {self._ranks.size} ranks"
-        nbytes = source.slot.header.extents.nbytes if isinstance(source, RankCheckpoint) and source.slot.header else 0
-        in_memory = "" if self._in_memory is None else self._in_memory.restored_from
-        came_from = source.path if isinstance(source, OpenInDirectory) else in_memory
-        self._recorder.restored(step, time.perf_counter() - self._began, where, came_from, nbytes, how)
+        manifest, read, wanted_parts = drained.state(self._ranks.rank)
+        is_intact = drained.read(wanted_parts)
+        self._loading.together(drained.step, lambda: _finish(is_intact, lambda: None))
+        self._count(drained.step, drained.path)
+        return drained.step, materialize(manifest.tree, manifest.entries, manifest.plain, read)
 
     def _hold_until_protected(self, home: RankCheckpoint) -> None:
         """Keep saves from writing the step before a step that was rolled forward: only that covers a lost node."""
         if self._in_memory is not None and self._in_memory.rolled_forward:
             self._courier.call("hold_older", self._number_of(home))
 
+    def _restored(self, home: RankCheckpoint) -> int:
+        self._slots.unmap_others(home.shares)
+        reach("restore.loaded")
+        step = home.header.step
+        self._count(step, home=home)
+        self._courier.post(self._courier.job("reprotect_restored", self._number_of(home)))
+        return step
 
-def _unreadable(why: str) -> StructureMismatch:
-    return StructureMismatch(f"the state could not be read: {why}")
+    def _count(self, step: int, path: str = "memory", home: RankCheckpoint | None = None) -> None:
+        self._saves.last_step = self._drains.restored = step
+        self._courier.call("restored", None if home is None else self._number_of(home))
+        how = "" if home is not None else f", put together for {self._ranks.size} ranks"
+        nbytes = 0 if home is None else home.header.extents.nbytes
+        origin = path if self._in_memory is None else self._in_memory.restored_from
+        self._recorder.restored(step, time.perf_counter() - self._began, path, origin, nbytes, how)
+
+    def _number_of(self, home: RankCheckpoint) -> int:
+        return next(number for number, slot in enumerate(self._slots.own) if slot is home.slot)
 
 
-def _finish(whole: bool, done: Callable[[], None]) -> None:
-    if not whole:
+def _finish(is_intact: bool, done: Callable[[], None]) -> None:
+    if not is_intact:
         raise CorruptSlot("parts of the checkpoint did not arrive whole from other ranks")
     done()

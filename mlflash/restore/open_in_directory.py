@@ -31,7 +31,7 @@ from ..drain.index import (
     Index,
     Place,
     Places,
-    Stored,
+    RankFiles,
     blocks,
     decode_index,
     decode_places,
@@ -43,11 +43,11 @@ from ..errors import ConfigError, CorruptSlot, DeadlineExceeded, MlflashError, p
 from ..events import Event
 from ..memory.slot import Attempt
 from ..protect.rank_checkpoint import RankCheckpoint
+from ..state.boxes import Box, box, cut, overlap
 from ..state.leaves import Entry
 from ..state.manifest import Manifest
 from ..state.old_ranks import OldRanks
 from ..state.rebuild import Read
-from ..state.shards import Box, box, cut, overlap
 from ..storage.store import Store
 
 log = logging.getLogger("mlflash")
@@ -92,26 +92,26 @@ class TimelyReads:
         threading.Thread(target=work, name="mlflash-read", daemon=True).start()
         end = time.monotonic() + self._limit_s
         how_far = f", {done / 1e6:.1f} of {nbytes / 1e6:.1f} MB" if nbytes else ""
-        is_told = False
+        is_slow = False
         while not has_ended.wait(min(_TELL_S, end - time.monotonic())):
             if time.monotonic() >= end:
                 self.hang = True
                 raise self._late(name, how_far)
-            if not is_told:
+            if not is_slow:
                 self._world.tell_doing(f"reading {self._path}/{name}{how_far}")
-                is_told = True
-        if is_told:
+                is_slow = True
+        if is_slow:
             self._world.tell_doing("restoring")
         if error:
             raise error[0]
         return result[0]
 
     def _late(self, name: str, how_far: str) -> DeadlineExceeded:
-        world = self._world
-        where: dict[str, Any] = {"rank": world.rank, "node": world.node_name, "ranks": [world.rank]}
+        rank, node = self._world.rank, self._world.node_name
         return DeadlineExceeded(
             f"a read of {self._path}/{name}{how_far} did not end within {self._limit_s:g} s. Nothing was restored: "
-            "look at the file system on that node, and start the job again", **where, nodes=[world.node_name],
+            "look at the file system on that node, and start the job again",
+            rank=rank, node=node, ranks=[rank], nodes=[node],
         )  # fmt: skip
 
 
@@ -141,7 +141,7 @@ class Run:
 class DrainedFiles:
     """Reads the files of a checkpoint, without a deadline where there are no ``reads``. Nothing is collective."""
 
-    def __init__(self, inside: Store, attempt: Attempt, step: int, files: Sequence[Stored] | Mapping[int, Stored],
+    def __init__(self, inside: Store, attempt: Attempt, step: int, files: Sequence[RankFiles] | Mapping[int, RankFiles],
                  reads: TimelyReads | None = None):  # fmt: skip
         self._inside, self._attempt, self._step, self._files, self._reads = inside, attempt, step, files, reads
         self._open: dict[str, tuple[Any, Any]] = {}  # compressed files, which are read through HDF5
@@ -193,7 +193,7 @@ class DrainedFiles:
             raise CorruptSlot(f"{path}/{stored.card} is not the file that was committed", step=self._step)
         return card
 
-    def _read_card(self, stored: Stored) -> tuple[int, bytes, int]:
+    def _read_card(self, stored: RankFiles) -> tuple[int, bytes, int]:
         nbytes, raw = self._inside.nbytes(stored.card), self._inside.read(stored.card, 0, CARD_NBYTES)
         return nbytes, raw, nbytes if stored.data == stored.card else self._inside.nbytes(stored.data)
 
@@ -291,16 +291,16 @@ class DrainedFiles:
         return raw[low - first * row : high - first * row]
 
     def _read_rows(self, places: Places, name: str, row: int, first: int, last: int) -> np.ndarray:
-        from ..drain import hdf5_files
+        from ..drain import hdf5_format
 
         try:
             if places.data not in self._open:
                 file = self._inside.open(places.data)
-                self._open[places.data] = (hdf5_files.open_file(file), file)
-            dataset = self._open[places.data][0]["tensors"][hdf5_files.dataset_name(name)]
-            return hdf5_files.read_rows(dataset, first, last, (last - first) * row)
+                self._open[places.data] = (hdf5_format.open_file(file), file)
+            dataset = self._open[places.data][0]["tensors"][hdf5_format.dataset_name(name)]
+            return hdf5_format.read_rows(dataset, first, last, (last - first) * row)
         except Exception as error:  # HDF5 may raise anything if a file is damaged or a plugin is missing
-            if places.data in self._open and (missing := hdf5_files.missing_filters(self._open[places.data][0])):
+            if places.data in self._open and (missing := hdf5_format.missing_filters(self._open[places.data][0])):
                 raise ConfigError(f"{self._inside.path}/{places.data} cannot be read here: its compression "
                                   f"({', '.join(missing)}) is not installed: {pip_install('compression')}",
                                   tensor=name, step=self._step) from None  # fmt: skip
@@ -316,7 +316,7 @@ class _Asked:
     """A part that is asked for, how many of its elements are not found yet, and how many more files may have them."""
 
     part: WantedPart
-    left: int
+    missing: int
     files: int
 
 
@@ -335,12 +335,12 @@ class OpenInDirectory:
         DeadlineExceeded: on all ranks, if a read does not end on some rank.
     """
 
-    def __init__(self, world: Collectives, store: Store, listed: Listed, told: Collection[str] = ()):
+    def __init__(self, world: Collectives, store: Store, listed: Listed, broadcast: Collection[str] = ()):
         self._world, inside, self.listed = world, store.at(listed.folder), listed
         self.step, self.path, self.world_size = listed.step, inside.path, listed.card.world_size
         self.restores, self.damage = 0, ""
         self.home: RankCheckpoint | None = None
-        self._mine = range(world.rank, self.world_size, world.size)  # the old ranks whose files this one reads
+        self._read_here = range(world.rank, self.world_size, world.size)  # the old ranks whose files this one reads
         own, reads = world.rank % self.world_size, TimelyReads(world, inside.path)
         read_table = functools.partial(read_index, inside, listed)
         # Rank 0 reads the file and broadcasts it by a tree.
@@ -352,9 +352,10 @@ class OpenInDirectory:
         self.olds = OldRanks(table.groups, table.differ, table.plain_differ, self._plain_of, {})
         # Read the index of the rank's own file now: later, only this rank would fail.
         self._own: tuple[int, Index] = own, self._together(lambda: self._files.index(own))
-        if names := self.olds.spots.keys() & set(told):
-            texts = self._together(lambda: {rank: self._texts(rank, names) for rank in self._mine})
-            self.olds.told |= {rank: text for theirs in world.gather(texts) for rank, text in theirs.items()}
+        if names := self.olds.spots.keys() & set(broadcast):
+            contents = self._together(lambda: {rank: self._content(rank, names) for rank in self._read_here})
+            for of_rank in world.gather(contents):
+                self.olds.contents |= of_rank
 
     def is_near(self, rank: int) -> bool:
         return True
@@ -377,7 +378,7 @@ class OpenInDirectory:
         """
         if not self._in_rounds(
             raw.nbytes
-            for rank in self._mine
+            for rank in self._read_here
             for entry, place in self.index(rank).pieces
             for raw in self.content(rank, entry.name, place)
         ):
@@ -388,12 +389,12 @@ class OpenInDirectory:
         good, more, why = True, True, ""
         problem: MlflashError | None = None
         while True:
-            left = _ROUND_NBYTES
-            while good and more and left > 0:
+            budget_nbytes = _ROUND_NBYTES
+            while good and more and budget_nbytes > 0:
                 try:
                     nbytes = next(reading, None)
                     more = nbytes is not None
-                    left -= nbytes or 0
+                    budget_nbytes -= nbytes or 0
                 except (ConfigError, DeadlineExceeded) as error:  # nothing is damaged, and nothing older may be taken
                     good, problem = False, error
                 except Exception as error:  # from reading files, or from what yields the wanted parts
@@ -475,11 +476,11 @@ class OpenInDirectory:
         self._world.raise_together(error)
         return results[0]
 
-    def _texts(self, rank: int, told: Collection[str]) -> dict[str, bytes]:
+    def _content(self, rank: int, names: Collection[str]) -> dict[str, bytes]:
         raw: dict[str, np.ndarray] = {}
         wanted = []
         for number, entry in enumerate(self.olds[rank].entries):
-            if entry.name in told:
+            if entry.name in names:
                 raw[entry.name] = np.empty(entry.nbytes, dtype=np.uint8)
                 wanted.append(_all_of(rank, number, entry, raw[entry.name]))
         for _ in self._read(wanted):
@@ -515,15 +516,17 @@ class OpenInDirectory:
             for number, asked_part in of_rank:
                 asked_part.files -= 1
                 for run in self._runs(rank, number, asked_part.part, places):
-                    asked_part.left -= math.prod(run.part[1])
+                    asked_part.missing -= math.prod(run.part[1])
                     runs.append(run)
             self._refuse_missing(asked_part for _, asked_part in of_rank)
             yield from self._files.fetch(runs, places)
 
     def _refuse_missing(self, asked: Iterable[_Asked]) -> None:
-        if missing := next((asked_part.part for asked_part in asked if asked_part.left and not asked_part.files), None):
-            raise CorruptSlot("parts of this tensor are not in the files of the checkpoint",
-                              tensor=self._leaf(missing.rank, missing.number)[0], step=self.step)  # fmt: skip
+        for asked_part in asked:
+            if asked_part.missing and not asked_part.files:
+                name, _ = self._leaf(asked_part.part.rank, asked_part.part.number)
+                raise CorruptSlot("parts of this tensor are not in the files of the checkpoint", tensor=name,
+                                  step=self.step)  # fmt: skip
 
     def _leaf(self, rank: int, number: int) -> tuple[str, tuple[int, ...]]:
         structure, row = self.olds.row(rank)

@@ -17,31 +17,36 @@ from ..channel.client import TrainerState
 from ..channel.describe_ranks import Described, gather_ranks
 from ..channel.wanted_parts import WantedPart, exchange, items
 from ..memory.node_directory import file_number
-from ..memory.slot import Attempt
+from ..memory.slot import Attempt, Slot
 from ..protect.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
+from ..state.boxes import box
 from ..state.old_ranks import OldRanks
 from ..state.rebuild import Read
-from ..state.shards import box
 
 _PARTS = 8192  # requested from other ranks at a time
 
 
 @dataclasses.dataclass
-class FoundElsewhere:
-    """A restorable checkpoint in the slots of its old ranks."""
+class MemoryCheckpoint:
+    """What a rank has or reads of a checkpoint in memory, verified."""
 
     attempt: Attempt
     step: int
-    restores: int
-    homes: dict[int, RankCheckpoint]  # what this rank has or reads, by old rank; verified
+    restores: int  # how many runs have restored it, including this one
+    homes: dict[int, RankCheckpoint]  # by rank of the checkpoint
     files: ShareFiles
-    same_ranks: bool = False  # whether its ranks are the ranks of this run, each with its own slot
+    own: RankCheckpoint | None = None  # the only one of them, in an own slot of this rank, if as many ranks saved it
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [slot for home in self.homes.values() for slot in (home.slot, *home.shares)]
 
 
 class OpenCheckpoint(Protocol):
     """An open checkpoint of any number of ranks, in memory (`OpenInMemory`) or in a directory (`OpenInDirectory`)."""
 
     step: int
+    path: str  # the folder in a directory, or "memory"
     restores: int
     olds: OldRanks
     home: RankCheckpoint | None
@@ -58,18 +63,19 @@ class OpenCheckpoint(Protocol):
 class OpenInMemory:
     """Reads parts of tensors of all old ranks. Collective.
 
-    ``checks``: make checksums of all tensors that are whole. ``home``: this rank's own slot, if its ranks saved it.
+    ``checks``: make checksums of all tensors that are whole. ``broadcast``: names of entries whose bytes every rank
+    needs. ``home``: this rank's own slot, if its ranks saved it.
     """
 
-    def __init__(self, trainer: TrainerState, found: FoundElsewhere, checks: bool = False,
-                 told: Collection[str] = ()):  # fmt: skip
-        self.found, self._trainer, self._ranks = found, trainer, trainer.ranks
-        self.step, self.restores = found.step, found.restores
-        me = self._ranks.rank
-        self.home = found.homes.get(me) if found.same_ranks else None
-        described = self._ranks.on_all(
-            lambda: {rank: _describe(me, home, checks, told) for rank, home in found.homes.items()}
-        )
+    path = "memory"
+
+    def __init__(self, trainer: TrainerState, checkpoint: MemoryCheckpoint, checks: bool = False,
+                 broadcast: Collection[str] = ()):  # fmt: skip
+        self._checkpoint, self._trainer, self._ranks = checkpoint, trainer, trainer.ranks
+        self.step, self.restores, self.home = checkpoint.step, checkpoint.restores, checkpoint.own
+        described = self._ranks.on_all(lambda: {
+            rank: _describe(self._ranks.rank, home, checks, broadcast) for rank, home in checkpoint.homes.items()
+        })  # fmt: skip
         gathered = gather_ranks(self._ranks, described)
         self._places: dict[int, tuple[int, int]] = {
             rank: (server, file) for rank, (server, file, _) in gathered.more.items()
@@ -90,21 +96,21 @@ class OpenInMemory:
 
         Raises MlflashError on all ranks, if one could not read its part or ``wanted`` failed there.
         """
-        found, left = self.found, iter(wanted)
-        homes = {rank: file_number(home.slot.name) for rank, home in found.homes.items()}
+        checkpoint, parts = self._checkpoint, iter(wanted)
+        homes = {rank: file_number(home.slot.name) for rank, home in checkpoint.homes.items()}
         while True:
             asked: dict[int, list[WantedPart]] = {}
-            count = self._ranks.on_all(functools.partial(self._read_near, left, asked))
+            count = self._ranks.on_all(functools.partial(self._read_near, parts, asked))
             courier = self._trainer.courier
-            whole = exchange(courier, self._ranks, found.attempt, homes, found.files, asked)
-            agreed = self._ranks.agree(all_of={"whole": whole, "through": count < _PARTS})
-            if agreed.through or not agreed.whole:
-                return bool(agreed.whole)
+            is_intact = exchange(courier, self._ranks, checkpoint.attempt, homes, checkpoint.files, asked)
+            agreed = self._ranks.agree(all_of={"intact": is_intact, "through": count < _PARTS})
+            if agreed.through or not agreed.intact:
+                return bool(agreed.intact)
 
     def _read_near(self, wanted: Iterator[WantedPart], asked: dict[int, list[WantedPart]]) -> int:
         """Read what is on this node, and ask other ranks for the rest; return the number of parts asked for."""
         count = 0
-        homes = dict(self.found.homes)
+        homes = dict(self._checkpoint.homes)
         reads: dict[int, Read] = {}
         try:
             for wanted_part in wanted:
@@ -116,23 +122,19 @@ class OpenInMemory:
                         break
                     continue
                 if wanted_part.rank not in homes:
-                    homes[wanted_part.rank] = open_home(self._trainer, file, self.found.files)
+                    homes[wanted_part.rank] = open_home(self._trainer, file, self._checkpoint.files)
                 if wanted_part.rank not in reads:
                     reads[wanted_part.rank] = homes[wanted_part.rank].reader()
                 source = homes[wanted_part.rank].manifest.entries[wanted_part.number]
-                whole = items(reads[wanted_part.rank](source), source)
-                wanted_part.target[...] = whole[box(wanted_part.source, wanted_part.shape)]
+                shard = items(reads[wanted_part.rank](source), source)
+                wanted_part.target[...] = shard[box(wanted_part.source, wanted_part.shape)]
         finally:
-            for rank in homes.keys() - self.found.homes.keys():
-                self._unmap(homes[rank])
+            opened = [homes[rank] for rank in homes.keys() - self._checkpoint.homes.keys()]
+            self._trainer.slots.unmap_others(slot for home in opened for slot in (home.slot, *home.shares))
         return count
 
     def close(self) -> None:
-        for home in self.found.homes.values():
-            self._unmap(home)
-
-    def _unmap(self, home: RankCheckpoint) -> None:
-        self._trainer.slots.unmap_others([home.slot, *home.shares])
+        self._trainer.slots.unmap_others(self._checkpoint.slots)
 
 
 def open_home(trainer: TrainerState, file: int, files: ShareFiles) -> RankCheckpoint:
@@ -140,13 +142,13 @@ def open_home(trainer: TrainerState, file: int, files: ShareFiles) -> RankCheckp
     return open_rank_checkpoint(trainer.slots.open, trainer.ranks.node_index, trainer.slots.open(file), files)
 
 
-def _describe(server: int, home: RankCheckpoint, checks: bool, told: Collection[str]) -> Described:
+def _describe(server: int, home: RankCheckpoint, checks: bool, broadcast: Collection[str]) -> Described:
     read, manifest = home.reader(), home.manifest
-    made = {
+    sums = {
         number: xxhash.xxh3_64_intdigest(np.ascontiguousarray(read(entry)).data)
         for number, entry in enumerate(manifest.entries)
         if checks and entry.shape == entry.global_shape
     }
-    text = {entry.name: read(entry).tobytes() for entry in manifest.entries if entry.name in told}
+    text = {entry.name: read(entry).tobytes() for entry in manifest.entries if entry.name in broadcast}
     more = server, file_number(home.slot.name), text
-    return Described.of(manifest.entries, manifest.tree, manifest.plain, made, more)
+    return Described.of(manifest.entries, manifest.tree, manifest.plain, sums, more)

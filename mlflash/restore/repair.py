@@ -1,7 +1,8 @@
-"""Blocks that are bad, and slots that are lost → what they were, from copies and parity.
+"""Bad blocks, lost slots, missing copies and parity → what they were, from what is left.
 
-At rest, damage that `scrub` finds is repaired before the next save is protected: first header and block table, where
-the blocks agree with them; then blocks of own slots, in place; then copies and parity files, next to the damaged ones.
+After a restore, copies and parity that are missing are made (`reprotect`). At rest, damage that `scrub` finds is
+repaired before the next save is protected: first header and block table, where the blocks agree with them; then blocks
+of own slots, in place; then copies and parity files, next to the damaged ones.
 Nothing damaged is given up before there is something better: a restore finds what it found before.
 """
 
@@ -27,14 +28,14 @@ from ..memory.slot import Attempt, Slot, Use, read_header, table_check, unpack
 from ..mpi.nonblocking import AT_ONCE, Operation, done
 from ..mpi.world import World
 from ..protect.parity import ParityExchange, roles_of
-from ..protect.transfer import slot_of
+from ..protect.transfer import Source, slot_of
 from ..state.layout import Extents
-from .reprotect import give_receipts, protect_missing
 from .scrub import Scrubber
 
 log = logging.getLogger("mlflash")
 
 _BLOCK = 51
+_TRIES = 3  # to reprotect what a restore has loaded
 
 
 def repair(context: CourierState, scrubber: Scrubber) -> None:
@@ -60,20 +61,19 @@ def repair(context: CourierState, scrubber: Scrubber) -> None:
     if world.all_of(is_whole):
         made = _reprotect(context, home, header.attempt)
     else:
-        is_lost = [rank for rank, whole in enumerate(world.gather(is_whole)) if not whole]
+        lost_ranks = [rank for rank, is_intact in enumerate(world.gather(is_whole)) if not is_intact]
         if world.rank == 0:
             log.warning("step %d: the slots of ranks %s stay damaged because neither copies nor parity can "
-                        "repair them; the next commit replaces them", header.step, is_lost)  # fmt: skip
+                        "repair them; the next commit replaces them", header.step, lost_ranks)  # fmt: skip
     reach("repair.done")
     world.renew_deadline()
-    whole = [slot for slot in damaged if slot.use is not Use.HOLDS or _is_whole(context, slot)]
-    scrubber.forget(whole)
+    repaired = [slot for slot in damaged if slot.use is not Use.HOLDS or _is_whole(context, slot)]
+    scrubber.forget(repaired)
     if damaged or blocks or made:
-        left = len(damaged) - len(whole)
-        context.recorder.repaired(header.step, time.perf_counter() - start, blocks, made, left)
-        log.info("rank %d repaired what it holds of step %d: %d blocks repaired, %d files made again, %d still "
-                 "damaged",
-                 world.rank, header.step, blocks, made, left)  # fmt: skip
+        still_damaged = len(damaged) - len(repaired)
+        context.recorder.repaired(header.step, time.perf_counter() - start, blocks, made, still_damaged)
+        log.info("rank %d repaired what it holds of step %d: %d blocks repaired, %d files made again, %d still damaged",
+                 world.rank, header.step, blocks, made, still_damaged)  # fmt: skip
 
 
 def _restore_head(slot: Slot) -> None:
@@ -100,13 +100,13 @@ def _repair_own(context: CourierState, home: Slot, attempt: Attempt) -> tuple[in
     if not damaged:
         return 0, bad is not None
     _repair_from_copies(context, home, attempt, damaged)
-    left = _still_bad(home, bad)
-    context.recorder.counts["blocks repaired"] += len(bad or ()) - len(left)
-    damaged = {rank: blocks for rank, blocks in enumerate(world.gather(left)) if blocks}
+    still_bad = _still_bad(home, bad)
+    context.recorder.counts["blocks repaired"] += len(bad or ()) - len(still_bad)
+    damaged = {rank: blocks for rank, blocks in enumerate(world.gather(still_bad)) if blocks}
     if damaged and context.protection.placement.parity_groups and world.all_of(bad is not None):
         _repair_from_parity(context, home, attempt, damaged)
-        left = _still_bad(home, left)
-    return len(bad or ()) - len(left), bad is not None and not left
+        still_bad = _still_bad(home, still_bad)
+    return len(bad or ()) - len(still_bad), bad is not None and not still_bad
 
 
 def _bad_blocks(context: CourierState, home: Slot) -> list[int] | None:
@@ -126,8 +126,8 @@ def _repair_from_parity(context: CourierState, home: Slot, attempt: Attempt, dam
     """Repair blocks from parity; each member of a group must read its own slot."""
     world = context.world
     choice = choose(context.take_stock().of(attempt), world.topology.node_of)
-    is_mine = choice is not None and choice.source[world.rank] == (world.node_index, file_number(home.name))
-    if not world.all_of(is_mine) or choice is None:
+    is_own = choice is not None and choice.source[world.rank] == (world.node_index, file_number(home.name))
+    if not world.all_of(is_own) or choice is None:
         return
     able = {rank: blocks for rank, blocks in damaged.items() if choice.group_of(rank) is not None}
     repairs = ParityRepairs(context, choice, range(world.size), {world.rank: home}, able)
@@ -189,10 +189,10 @@ def _repair_from_copies(context: CourierState, home: Slot, attempt: Attempt, dam
     work: list[Operation] = []
     waits: set[int] = set()
     for rank, blocks in damaged.items():
-        left = list(blocks)
+        remaining = list(blocks)
         for partner in placement.partners[rank]:
             has = set(good[partner].get(rank, ()))
-            given, left = [b for b in left if b in has], [b for b in left if b not in has]
+            given, remaining = [b for b in remaining if b in has], [b for b in remaining if b not in has]
             if given and partner == world.rank:
                 work.append(_send_blocks(world, held[rank], rank, given))
                 waits.add(rank)
@@ -282,9 +282,9 @@ class ParityRepairs:
         self.rebuilt: dict[int, Slot] = {}
         affected = {group.ranks: group for rank in (*choice.rebuilt, *damaged) if (group := choice.group_of(rank))}
         for _, group in sorted(affected.items()):
-            self._look(group)
+            self._examine(group)
 
-    def _look(self, group: ParityGroup) -> None:
+    def _examine(self, group: ParityGroup) -> None:
         world, topology = self._context.world, self._context.world.topology
         places = zip(group.ranks, group.files, strict=True)
         readers = [-1 if place is None else topology.reader(rank, place[0]) for rank, place in places]
@@ -432,3 +432,111 @@ class RepairedBlocks:
         if rank in repair.heads:
             return int(repair.heads[rank][1][unit.block])
         return int(self._slots[rank].table(repair.extents[unit.member])[unit.block])
+
+
+# Reprotect: copies and parity that are missing are made, of the restored step, and of what an ended courier left.
+
+
+def give_receipts(*slots: Slot) -> None:
+    """Write the commit receipt: with it, every remaining node knows that the step was committed."""
+    for slot in slots:
+        if slot.header is not None and not slot.committed:
+            slot.record_commit(slot.header.attempt, slot.header.step)
+
+
+def reprotect_or_remember(context: CourierState, home: Slot) -> None:
+    """Call `reprotect`, with a few retries. If it fails, this is remembered, and each later save first tries again."""
+    for _ in range(_TRIES):
+        try:
+            reprotect(context, home)
+        except MlflashError as error:  # the same on all ranks
+            if context.unprotected is None and context.world.rank in (0, error.rank):
+                log.warning("the restored step has no full redundancy: %s", error)
+            context.unprotected = home
+            if not isinstance(error, CorruptSlot):
+                return  # only a copy that arrived damaged may arrive whole at another try
+        else:
+            context.unprotected = None
+            assert home.header is not None
+            context.pool.free_older(home.header.attempt)
+            return
+
+
+def reprotect_left(context: CourierState) -> tuple[int | None, int]:
+    """Make the redundancy whole of the newest attempt in memory, as a courier may have died before it was.
+
+    Collective over the world. The slots of all ranks may be sealed although no rank has agreed that all copies are:
+    then the attempt counts as committed only when they are. Until then the attempt before is kept. Return step and
+    generation of what counts as committed; None and 0: nothing does.
+    """
+    world, pool, attempt = context.world, context.pool, context.left.attempt
+    home = next((slot for slot in pool.own if slot.header is not None and slot.header.attempt == attempt), None)
+    if not world.all_of(home is not None) or home is None or attempt is None:
+        pool.free_older(attempt or Attempt(bytes(16), 0))
+        return None, 0
+    is_whole = context.protection.is_complete(pool, attempt)
+    agreed = world.agree(any_of={"seen": home.committed}, all_of={"whole": is_whole})
+    context.restored.rolled_forward = not agreed.seen
+    if agreed.whole:
+        give_receipts(home, *context.protection.kept(pool, attempt))
+        pool.free_older(attempt)
+    else:
+        reprotect_or_remember(context, home)
+    assert home.header is not None
+    counts = context.unprotected is None or not context.restored.rolled_forward
+    return (home.header.step, attempt.generation) if counts else (None, 0)
+
+
+def reprotect(context: CourierState, home: Slot) -> None:
+    """Make the copies and parity of the restored attempt in their new places; then free everything else. Collective.
+
+    Raises:
+        MemoryTooSmall, SaveFailed: on all ranks; what was there before is untouched.
+    """
+    world, pool, protection = context.world, context.pool, context.protection
+    header = home.header
+    assert header is not None
+    if not context.restored.rolled_forward:
+        pool.drop_stale()
+    lacking = protection.missing(pool, header.attempt)
+    some_lack = world.any_of(lacking)
+    reach("reprotect.begun")
+    if some_lack:
+        protect_missing(context, home, lacking)
+        reach("reprotect.copied")
+    kept = protection.kept(pool, header.attempt)
+    give_receipts(home, *kept)
+    shares = [slot for slot in pool.shares if slot.header is not None and slot.header.attempt == header.attempt]
+    pool.keep_only([home, *shares, *kept])
+    pool.drop_spare()
+    reach("reprotect.freed")
+    # Make room for the next save.
+    demand = [(slot, header.extents.nbytes) for slot in pool.own]
+    demand += [(slot, share.header.extents.nbytes) for share in shares if share.header for slot in pool.shares]
+    for owner, pair in pool.inbox.items():
+        sizes = [copy.header.extents.nbytes for copy in kept if copy.header is not None and copy.header.rank == owner]
+        demand += [(slot, nbytes) for nbytes in sizes for slot in pair]
+    context.ensure_room(demand)
+    reach("reprotect.done")
+
+
+def protect_missing(context: CourierState, home: Slot, lacking: bool) -> None:
+    """Make the copies and parity that `Protection.missing` has found to be missing. Collective over the world."""
+    world, pool, protection = context.world, context.pool, context.protection
+    header = home.header
+    assert header is not None
+    context.recorder.counts["slots reprotected"] += lacking
+    demand = protection.offer(pool, header.extents if lacking else None, only_missing=True)
+    context.ensure_room(demand, pairs=False)  # of each pair, the other slot may hold the last copy of the step before
+    is_intact = protection.protect(pool, Source(home, header.extents, None, context.pace), header.attempt)
+    error: MlflashError | None = None
+    if not is_intact:
+        error = CorruptSlot(
+            "its copies or parity did not arrive whole", rank=world.rank, node=world.node_name, step=header.step
+        )
+    try:
+        world.raise_together(error)
+    except MlflashError:  # if a copy failed on any rank, its slot must be free for the next save
+        pool.release(header.attempt, [home], False)
+        raise
+    pool.release(header.attempt, [home], True)

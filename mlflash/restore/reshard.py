@@ -30,13 +30,13 @@ from ..protect.rank_checkpoint import RankCheckpoint
 from ..save.save_queue import PendingSave
 from ..save.snapshot import Snapshot
 from ..save.stage import Staging
+from ..state.boxes import box
 from ..state.flatten import flatten, flatten_or_none
 from ..state.layout import PAGE_NBYTES
 from ..state.leaves import Entry, Flat, Leaf, Tree, live_bytes, place_of
 from ..state.old_ranks import OldRank, OldRanks, Parts
 from ..state.paths import plain_leaves
 from ..state.rebuild import Filling, compare, refuse_differences
-from ..state.shards import box
 from ..state.torch_objects import has_shape_of, is_like, parameters
 from ..text import listed, named
 from .open_in_memory import OpenCheckpoint
@@ -91,7 +91,7 @@ def reshard(trainer: TrainerState, old: OpenCheckpoint, state: Any, gives_way: b
         return ranks.together(work, lambda why: StructureMismatch(f"the state could not be read: {why}"), old.step)
 
     wanted, plan = together(want)
-    slot, share = _take_slots(trainer, old, plan.layout.extents.nbytes, gives_way)
+    slot, share = _lease_slots(trainer, old, plan.layout.extents.nbytes, gives_way)
     made = Resharded(slot, share, plan, wanted.flat)
     try:
         rooms = together(lambda: _make_rooms(wanted, plan, slot))
@@ -99,7 +99,7 @@ def reshard(trainer: TrainerState, old: OpenCheckpoint, state: Any, gives_way: b
             raise CorruptSlot("parts of the checkpoint did not arrive whole", step=old.step)
     except MlflashError as error:
         if error.agreed or not isinstance(error, DeadlineExceeded):  # otherwise the courier may still write to them
-            give_up(trainer, old)
+            trainer.slots.give_back(old)
         raise
     reach("restore.resharded")
     if ranks.rank == 0:
@@ -107,22 +107,22 @@ def reshard(trainer: TrainerState, old: OpenCheckpoint, state: Any, gives_way: b
     return made
 
 
-def _take_slots(trainer: TrainerState, old: OpenCheckpoint, nbytes: int, gives_way: bool) -> tuple[Slot, Slot]:
+def _lease_slots(trainer: TrainerState, old: OpenCheckpoint, nbytes: int, gives_way: bool) -> tuple[Slot, Slot]:
     slots = trainer.slots
 
-    def take() -> tuple[Slot, Slot]:
-        taken = slots.take(0, old, leave=True)
-        if taken is None:
+    def lease() -> tuple[Slot, Slot]:
+        leased = slots.take(0, old, leave=True)
+        if leased is None:
             raise SaveFailed("both slots of a rank are in use: views that load(copy=False) returned may still "
                              "exist", step=old.step)  # fmt: skip
-        return taken
+        return leased
 
     def wait_for_pages(slot: Slot) -> None:
         if slot.segment is None or not slot.segment.ready.wait(trainer.config.timeout_s):
             raise SaveFailed(f"the pages of a slot were not there after {trainer.config.timeout_s:g} s", step=old.step)
 
     try:
-        slot, share = trainer.ranks.on_all(take)
+        slot, share = trainer.ranks.on_all(lease)
         trainer.courier.call("make_room", slot.lease, nbytes, gives_way)
         trainer.ranks.on_all(lambda: wait_for_pages(slot))
     except DeadlineExceeded:  # the courier may still replace their files
@@ -142,19 +142,14 @@ def _warn_of_own(old: OpenCheckpoint, size: int) -> None:
     staying = {name for ranks, names in held if ranks[0] < size for name in names}
     gone, new = olds.ranks[olds.ranks >= size].tolist(), sorted({*range(size)} - {*olds.ranks.tolist()})
     how = f"step {old.step} was saved by {len(olds)} ranks, and this run has {size}"
-    left = {name for ranks, names in held if ranks[-1] >= size for name in names if name in own or name not in staying}
-    if left:
+    lost = {name for ranks, names in held if ranks[-1] >= size for name in names if name in own or name not in staying}
+    if lost:
         log.warning("%s: what %s had of its own is left behind: %s. Memory does not have it after this restore; "
                     "if the step was drained, load(%d, source=directory) on %d ranks returns it",
-                    how, named(gone), listed(sorted(left), _NAMED), old.step, len(olds))  # fmt: skip
+                    how, named(gone), listed(sorted(lost), _NAMED), old.step, len(olds))  # fmt: skip
     if new and own:
         log.warning("%s: each rank had its own %s, and there was no %s: on the new ranks it stays as it is",
                     how, listed(sorted(own), _NAMED), named(new))  # fmt: skip
-
-
-def give_up(trainer: TrainerState, old: OpenCheckpoint) -> None:
-    """Let saves write the slots again, because what was put together in them was not loaded."""
-    trainer.slots.give_back(old)
 
 
 def protect(trainer: TrainerState, old: OpenCheckpoint, made: Resharded) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ..commit.courier_state import CourierState
-from ..drain.drain import Drain
+from ..drain.drain_handle import Drain
 from ..errors import MlflashError, text_of
 from ..events import Event
 from ..memory.slot import Header, Kind, Slot, Use, read_header, table_check
@@ -88,8 +88,8 @@ class Scrubber:
             return
         self._may_read = min(self._may_read + self._rate * (now - self._at), self._rate * _MOST_S)
         self._at = now
-        self._look_what_is_held()
-        self._look_at_drained()
+        self._update_held()
+        self._verify_drained()
         while self._may_read > 0 and not is_wanted() and (nbytes := next(self._verifying)):
             self._may_read -= nbytes
 
@@ -110,7 +110,7 @@ class Scrubber:
 
     # Memory
 
-    def _look_what_is_held(self) -> None:
+    def _update_held(self) -> None:
         """Begin anew if slots hold something else than before: what may be written now is not read."""
         held = [
             (slot, slot.header)
@@ -125,11 +125,11 @@ class Scrubber:
     def _verify(self) -> Iterator[int]:
         """Verify all that is held, again and again; yield the bytes of each read, and 0 if there is nothing to do."""
         while True:
-            begun_s = self._clock()
+            start_s = self._clock()
             for slot, header in self._held:
                 yield from self._verify_slot(slot, header)
             self._is_verified = True
-            while not self._held or self._clock() - begun_s < _ROUND_S:
+            while not self._held or self._clock() - start_s < _ROUND_S:
                 yield 0
 
     def _verify_slot(self, slot: Slot, header: Header) -> Iterator[int]:
@@ -175,7 +175,7 @@ class Scrubber:
 
     # The directory
 
-    def _look_at_drained(self) -> None:
+    def _verify_drained(self) -> None:
         """Begin to read the drained file of this rank if memory is verified, or take the result of that."""
         drain = self._newest_drain()
         if self._reading is None:

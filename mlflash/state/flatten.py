@@ -84,7 +84,7 @@ class Flattener:
         """Take a state apart; see `flatten`. If it is like the one before, its structure is the very same object."""
         taken: dict[int, list[Any]] = {}
         if self._known is not None:
-            flat = self._known.take(state, taken)
+            flat = self._known.match(state, taken)
             if flat is not None:
                 return flat
         self._known = None
@@ -119,7 +119,7 @@ class _Known:
         self._filled = [n for n, entry in enumerate(flat.structure.entries) if entry.nbytes]
         self._places = _places(_pick(flat.values, self._filled))
 
-    def take(self, state: Any, taken: dict[int, list[Any]]) -> Flat | None:
+    def match(self, state: Any, taken: dict[int, list[Any]]) -> Flat | None:
         """Take a state apart if it is like this one; ``taken`` gets what ``state_dict()`` of objects returned."""
         values: list[Any] = []
         plain: list[Any] = []

@@ -17,16 +17,16 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
 from ..errors import StructureMismatch
+from .boxes import Box, covers, overlap
 from .leaves import Entry, Tree, item_nbytes, names_on_several_meshes, ties_of
 from .manifest import check_tree
 from .paths import plain_leaves
-from .shards import Box, Fragment, covers, overlap
 
 Spot = tuple[int, int]
 """A group, and the number of a leaf in its structure."""
@@ -43,7 +43,7 @@ class OldRank:
     entries: tuple[Entry, ...]
     tree: Tree
     plain: dict[str, Any]  # its plain leaves by path, encoded
-    told: Mapping[str, bytes]  # the bytes of some entries, by name, if these were asked for
+    content: Mapping[str, bytes]  # the bytes of some entries, by name, if these were asked for
 
 
 @dataclasses.dataclass
@@ -65,6 +65,16 @@ class _Column:
     boxes: np.ndarray  # offset and shape, (n, 2, dims) int64
     wholes: tuple[tuple[int, ...], ...]  # the distinct global shapes
     sharded: bool
+
+
+class Fragment(NamedTuple):
+    """A part of a new shard."""
+
+    rank: int  # the old rank that has it
+    number: int  # number of the entry there
+    source: tuple[int, ...]  # where it begins in the old shard
+    target: tuple[int, ...]  # where it begins in the new one
+    shape: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,16 +107,16 @@ class OldRanks(Mapping[int, OldRank]):
         differ: names of tensors that ranks hold whole, but not with the same bytes on all; None: they were not
             compared.
         plain_differ: paths of plain leaves that are not the same on all ranks.
-        told: for some ranks the bytes of some entries, by name.
+        contents: for some ranks the bytes of some entries, by name.
         near: ranks whose slots are on this node: they are taken first; otherwise new ranks take turns. None: all are
             near.
     """
 
     def __init__(self, groups: Sequence[Group], differ: frozenset[str] | None, plain_differ: frozenset[str],
-                 plain_of: Callable[[int], list[Any]], told: Mapping[int, Mapping[str, bytes]],
+                 plain_of: Callable[[int], list[Any]], contents: Mapping[int, Mapping[str, bytes]],
                  near: Collection[int] | None = None):  # fmt: skip
         self.groups, self._differ, self.plain_differ = groups, differ, plain_differ
-        self._plain_of, self.told = plain_of, dict(told)
+        self._plain_of, self.contents = plain_of, dict(contents)
         ranks = np.concatenate([group.ranks for group in groups])
         order = np.argsort(ranks)
         self.ranks = ranks[order]  # all of them, ascending, (n,) int64
@@ -145,7 +155,7 @@ class OldRanks(Mapping[int, OldRank]):
         structure, row = self.row(rank)
         values = self._plain_of(rank)
         plain = {path: values[number] for path, number in structure.paths.items()}
-        return OldRank(structure.entries(row), structure.tree, plain, self.told.get(rank, {}))
+        return OldRank(structure.entries(row), structure.tree, plain, self.contents.get(rank, {}))
 
     def of_structures(self) -> Iterator[OldRank]:
         """What the lowest rank of each structure holds."""
@@ -192,20 +202,13 @@ class OldRanks(Mapping[int, OldRank]):
                 return first if nth == usual else int(self.groups[nth].ranks[0])
         return first
 
-    def is_private(self, spots: Iterable[Spot]) -> bool:
-        listed = list(spots)
-        if self._differ is None or self.is_sharded(listed):
+    def is_private(self, spots: Sequence[Spot]) -> bool:
+        if self._differ is None or self.is_sharded(spots):
             return False
-        structures = [self.groups[group].structure for group, _ in listed]
-        kinds = {
-            (structure.kinds[number], structure.dtypes[number])
-            for structure, (_, number) in zip(structures, listed, strict=True)
-        }
-        if len(kinds) > 1 or any(
-            structure.names[n] in self._differ for structure, (_, n) in zip(structures, listed, strict=True)
-        ):
-            return True
-        return len(self._wholes(listed)) > 1
+        leaves = [(self.groups[group].structure, number) for group, number in spots]
+        kinds = {(structure.kinds[number], structure.dtypes[number]) for structure, number in leaves}
+        differs = any(structure.names[number] in self._differ for structure, number in leaves)
+        return differs or len(kinds) > 1 or len(self._wholes(spots)) > 1
 
     def elements(self, spots: Iterable[Spot]) -> int:
         """How many elements of a tensor all ranks have together; what several have counts for each."""
@@ -238,8 +241,7 @@ class OldRanks(Mapping[int, OldRank]):
             if not spots:
                 return None
             if want.shape != want.global_shape:
-                raise StructureMismatch("each rank had its own version of this tensor, so it cannot be cut into "
-                                        "shards",
+                raise StructureMismatch("each rank had its own version of this tensor, so it cannot be cut into shards",
                                         tensor=want.name)  # fmt: skip
             only = rank
         if only is not None:
@@ -249,16 +251,16 @@ class OldRanks(Mapping[int, OldRank]):
         what = (key, want.global_shape, want.offset, want.shape, rank, only)
         if what not in self._templates:
             self._templates[what] = self._template(key, want, rank, only)
-        template, whole = self._templates[what]
-        if not whole:
+        template, is_covered = self._templates[what]
+        if not is_covered:
             raise StructureMismatch("parts of this tensor are not in the checkpoint", tensor=want.name,
                                     expected=f"all of {want.shape} at {want.offset}",
                                     found=f"{len(template)} parts of it")  # fmt: skip
         return Parts(template, [number for _, number in spots])
 
     def _refuse_others(self, want: Entry, spots: Sequence[Spot], only: int | None) -> None:
-        structures = [(self.groups[group].structure, number) for group, number in spots]
-        kinds = dict.fromkeys((structure.kinds[number], structure.dtypes[number]) for structure, number in structures)
+        leaves = [(self.groups[group].structure, number) for group, number in spots]
+        kinds = dict.fromkeys((structure.kinds[number], structure.dtypes[number]) for structure, number in leaves)
         for kind, dtype in kinds:
             for whole in self._wholes(spots, only):
                 if (kind, dtype, whole) != (want.kind, want.dtype, want.global_shape):

@@ -43,10 +43,10 @@ def unique(paths: Sequence[Path]) -> list[str]:
     chosen = [short for short, _ in paths]
     while True:
         count = collections.Counter(chosen)
-        again = [exact if count[name] > 1 else name for name, (_, exact) in zip(chosen, paths, strict=True)]
-        if again == chosen:
+        improved = [exact if count[name] > 1 else name for name, (_, exact) in zip(chosen, paths, strict=True)]
+        if improved == chosen:
             break
-        chosen = again
+        chosen = improved
     if most := [name for name, times in count.items() if times > 1]:
         raise StateError("two leaves have one path: give their keys other names", tensor=most[0])
     return chosen

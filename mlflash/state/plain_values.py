@@ -167,12 +167,12 @@ def encode_key(key: Any, path: str) -> Any:
         check_plain(code)
         str(key)  # it must work: names of what is below contain it
         read = decode_plain(code)
-        is_found = bool(read == key) and hash(read) == hash(key)
+        is_retrieved = bool(read == key) and hash(read) == hash(key)
     except (ValueError, TypeError, RecursionError) as error:
         if isinstance(error, StateError):  # StateError is a TypeError, too
             raise
         raise StateError(f"this key cannot be saved: {error}", tensor=where, found=type(key)) from None
-    if not is_found:
+    if not is_retrieved:
         raise StateError("this key is not equal to itself, so nothing could be found under it again", tensor=where,
                          found=repr(key))  # fmt: skip
     return code

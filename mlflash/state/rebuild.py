@@ -115,8 +115,8 @@ def _compare_wrapped(live: Any, tree: Tree, entries: tuple[Entry, ...], path: st
 
 
 def _describe_entry(entry: Entry) -> str:
-    whole = "" if entry.global_shape == entry.shape else f" at {list(entry.offset)} of {list(entry.global_shape)}"
-    return f"{entry.kind} {entry.dtype} {list(entry.shape)}{whole}"
+    place = "" if entry.global_shape == entry.shape else f" at {list(entry.offset)} of {list(entry.global_shape)}"
+    return f"{entry.kind} {entry.dtype} {list(entry.shape)}{place}"
 
 
 def _describe_live(value: Any, path: str) -> str:
@@ -172,7 +172,7 @@ class Filling:
         for path in names:
             live, tree = self.objects[path]
             self._for_good |= path not in self._kept
-            like = self._dtensors(live, tree) if _has_dtensors() else {}
+            like = self._dtensors(live, tree) if "torch.distributed.tensor" in sys.modules else {}
             made = self._made
             if torch_objects.copies_what_it_loads(live, tree):
                 made = _Made(self._entries, self._plain, self._read, copy=False)
@@ -295,10 +295,6 @@ class Filling:
         if all(new is old for new, old in zip(items, live, strict=True)):
             return live
         return tuple(items)
-
-
-def _has_dtensors() -> bool:
-    return "torch.distributed.tensor" in sys.modules
 
 
 def _entry_numbers(tree: Tree) -> Iterator[int]:

@@ -76,9 +76,9 @@ def _unlike(entry: Entry, tensor: Any, name: str) -> list[str]:
 
 def _wanted(torch: Any, live: Any) -> dict[str, Any] | None:
     """Parameters and buffers that strict loading asks for, by key; None if that is not known."""
-    whole = torch.nn.Module
-    usual = {whole._load_from_state_dict, torch.nn.modules.batchnorm._NormBase._load_from_state_dict}
-    if type(live).load_state_dict is not whole.load_state_dict or "load_state_dict" in vars(live):
+    module_class = torch.nn.Module
+    usual = {module_class._load_from_state_dict, torch.nn.modules.batchnorm._NormBase._load_from_state_dict}
+    if type(live).load_state_dict is not module_class.load_state_dict or "load_state_dict" in vars(live):
         return None
     wanted: dict[str, Any] = {}
     for path, module in [("", live), *_children(live)]:
@@ -137,8 +137,8 @@ def _is_optimizer(live: Any) -> bool:
 def _loads_as_torch_does(live: Any) -> bool:
     if not _is_optimizer(live):
         return False
-    whole = sys.modules["torch"].optim.Optimizer
-    if type(live).load_state_dict is not whole.load_state_dict or "load_state_dict" in vars(live):
+    optimizer_class = sys.modules["torch"].optim.Optimizer
+    if type(live).load_state_dict is not optimizer_class.load_state_dict or "load_state_dict" in vars(live):
         return False  # for example accelerate's, which only has the class of one
     return not (live._optimizer_load_state_dict_pre_hooks or live._optimizer_load_state_dict_post_hooks)
 
@@ -305,15 +305,15 @@ def dtensors_in(lives: Iterable[Any]) -> dict[Any, Any]:
     """DTensors in containers, modules and optimizers, by mesh, global shape, offset and shape; no ``state_dict()``."""
     dtensors: dict[Any, Any] = {}
     torch = sys.modules["torch"]
-    left = list(lives)
-    while left:
-        live = left.pop()
+    stack = list(lives)
+    while stack:
+        live = stack.pop()
         if isinstance(live, torch.nn.Module):
-            left += [*live.parameters(), *live.buffers()]
+            stack += [*live.parameters(), *live.buffers()]
         elif _is_optimizer(live):
-            left += [parameter for group in live.param_groups for parameter in group["params"]]
+            stack += [parameter for group in live.param_groups for parameter in group["params"]]
         elif isinstance(live, (dict, list, tuple)):
-            left += live.values() if isinstance(live, dict) else live
+            stack += live.values() if isinstance(live, dict) else live
         elif is_tensor(live) and _is_dtensor(live) and live.device.type != "meta":
             try:
                 whole, offset, shape, mesh = place_of(live, "")

@@ -57,7 +57,6 @@ class Directory:
         self._below = below  # a link to the directory itself is left to the user
 
     def at(self, name: str) -> Directory:
-        """The directory of that name below this one."""
         return Directory(os.path.join(self.path, name), below=True)
 
     def make(self, parents: bool = True) -> None:
@@ -113,11 +112,11 @@ class Directory:
         """Read a part of a file; fewer bytes if it ends before."""
         fd = self._open(name)
         try:
-            left = max(0, os.fstat(fd).st_size - start) if nbytes is None else nbytes
+            remaining = max(0, os.fstat(fd).st_size - start) if nbytes is None else nbytes
             pieces = []
-            while left and (piece := os.pread(fd, left, start)):
+            while remaining and (piece := os.pread(fd, remaining, start)):
                 pieces.append(piece)
-                start, left = start + len(piece), left - len(piece)
+                start, remaining = start + len(piece), remaining - len(piece)
         except OSError as error:
             error.filename = os.path.join(self.path, name)
             raise
@@ -130,7 +129,6 @@ class Directory:
         return os.fdopen(self._open(name), "rb")
 
     def nbytes(self, name: str) -> int:
-        """Size of a file."""
         return os.stat(os.path.join(self.path, name), follow_symlinks=False).st_size
 
     def remove(self, name: str) -> None:
@@ -335,11 +333,11 @@ def each(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """
     results: list[Result | None] = [None] * len(items)
     errors: list[Exception] = []
-    left = iter(range(len(items)))
+    numbers = iter(range(len(items)))
 
     def run() -> None:
         try:
-            for at in left:  # each number goes to one thread
+            for at in numbers:  # each number goes to one thread
                 if errors:
                     return
                 results[at] = work(items[at])
@@ -378,8 +376,8 @@ def format_of(names: Collection[str]) -> str:
         return DCP
     if any(name.endswith(".safetensors") for name in names):
         return SAFETENSORS
-    is_theirs = "metadata.pkl" in names or any(map(_OF_FIRST_RANK.fullmatch, names))
-    return TORCH_CHECKPOINTING if is_theirs else ""
+    has_their_names = "metadata.pkl" in names or any(map(_OF_FIRST_RANK.fullmatch, names))
+    return TORCH_CHECKPOINTING if has_their_names else ""
 
 
 def find_other_format(store: Store) -> tuple[str, str] | None:

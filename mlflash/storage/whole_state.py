@@ -35,14 +35,11 @@ class Whole:
     def own(self) -> list[Entry]:
         return [entry for name, entry in self.entries.items() if name not in self.ties]
 
-    def sources(self, entries: Sequence[Entry], batch_nbytes: int = BATCH_NBYTES) -> dict[str, Source]:
+    def sources(self, entries: Sequence[Entry]) -> dict[str, Source]:
         """Return functions that return the bytes of tensors, by name.
 
         The first call for a tensor of a batch reads the whole batch, and drops the batch before. If the calls come in
-        order, each batch is read once, and in the same order on all ranks.
-
-        Args:
-            batch_nbytes: most bytes of a batch. A larger tensor is a batch.
+        order, each batch is read once, and in the same order on all ranks. A tensor of more bytes is a batch.
         """
         held: dict[str, np.ndarray] = {}
 
@@ -52,7 +49,7 @@ class Whole:
                 held.update(self.read(batch))
             return held[name]
 
-        batches = cut({entry.name: entry.nbytes for entry in entries}, batch_nbytes)
+        batches = cut({entry.name: entry.nbytes for entry in entries}, BATCH_NBYTES)
         return {name: functools.partial(read, name, batch) for batch in batches for name in batch}
 
 

@@ -41,19 +41,19 @@ _LETTERS = 512  # most characters of a text; each may take six bytes
 SHOW_STACKS = signal.SIGRTMIN + 7
 """The signal at which trainer and courier of a rank that `mlflash run` has started print where each thread is."""
 
-_Whole = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
+_Integer = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
 _Number = Annotated[float, Meta(gt=-(2.0**63), lt=2.0**63)]
-_OF_BOTH: dict[str, Any] = {"format": Literal[1], "rank": _Whole, "state": Literal["started", "ended", "failed"],
+_OF_BOTH: dict[str, Any] = {"format": Literal[1], "rank": _Integer, "state": Literal["started", "ended", "failed"],
                             "times": dict[str, _Number], "beat": _Number}  # fmt: skip
-_OF_PROCESS = _OF_BOTH | {"start": str, "pid": Annotated[int, Meta(ge=1, le=1 << 62)], "pid_namespace": _Whole}
-_OF_TRAINER = {"run": str, "ranks": _Whole, "node": str, "restored": _Whole | None, "source": str,
-               "saved": _Whole | None}  # fmt: skip
-_OF_COURIER = {"committed": _Whole | None}
+_OF_PROCESS = _OF_BOTH | {"start": str, "pid": Annotated[int, Meta(ge=1, le=1 << 62)], "pid_namespace": _Integer}
+_OF_TRAINER = {"run": str, "ranks": _Integer, "node": str, "restored": _Integer | None, "source": str,
+               "saved": _Integer | None}  # fmt: skip
+_OF_COURIER = {"committed": _Integer | None}
 _ALSO_OF_TRAINER: dict[str, Any] = {"version": str, "redundancy": str} | dict.fromkeys(
     ("nodes", "stall_s", "stalled_s", "nbytes"), _Number
 )
 _ALSO_OF_COURIER: dict[str, Any] = dict.fromkeys(("unrestorable", "late_in", "slowest_on", "slowest_in"), str)
-_ALSO_OF_COURIER |= {"slowest": _Whole, "damaged": _Whole} | dict.fromkeys((
+_ALSO_OF_COURIER |= {"slowest": _Integer, "damaged": _Integer} | dict.fromkeys((
     "drained", "protect_s", "commit_s", "held", "saves", "failed", "late_s", "slowest_s", "suspect", "suspect_tensors",
     "certified",
 ), _Number)  # fmt: skip

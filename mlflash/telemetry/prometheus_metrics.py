@@ -55,7 +55,7 @@ class Metrics:
         where: name of a file, which is written every few seconds; or ":PORT", served on loopback only.
     """
 
-    def __init__(self, where: str, job: str, look: Callable[[], NodeReports]):
+    def __init__(self, where: str, job: str, read_reports: Callable[[], NodeReports]):
         self._over = Event()
         self._thread: threading.Thread | None = None
         self._server: Any = None
@@ -65,7 +65,7 @@ class Metrics:
             log.warning("there are no metrics without the package prometheus-client: %s", pip_install("prometheus"))
             return
         registry = prometheus_client.CollectorRegistry()
-        registry.register(_Collector(job, look))
+        registry.register(_Collector(job, read_reports))
         if port := port_of(where):
             try:
                 self._server, self._thread = prometheus_client.start_http_server(port, _LOOPBACK, registry)
@@ -105,8 +105,8 @@ class Metrics:
 
 
 class _Collector:
-    def __init__(self, job: str, look: Callable[[], NodeReports]):
-        self._job, self._look = job, look
+    def __init__(self, job: str, read_reports: Callable[[], NodeReports]):
+        self._job, self._read_reports = job, read_reports
         self._warned: set[str] = set()
 
     def collect(self) -> Iterator[Any]:
@@ -129,7 +129,7 @@ class _Collector:
 
     def _reports(self) -> NodeReports:
         try:
-            reports = self._look()
+            reports = self._read_reports()
         except Exception as error:  # the next request tries again
             reports = NodeReports([], [f"the metrics of this node cannot be read: {error!r}"])
         for text in reports.unread:

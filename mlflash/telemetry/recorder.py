@@ -14,6 +14,7 @@ import collections
 import json
 import logging
 import math
+import operator
 import os
 import queue
 import random
@@ -98,7 +99,7 @@ class EventLog:
             fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 while (lines := self._next()) is not None:
-                    _write_whole(fd, lines)
+                    _write_lines(fd, lines)
             finally:
                 os.close(fd)
         except OSError as error:
@@ -120,18 +121,18 @@ class EventLog:
         return "".join(line for line in lines if line is not None).encode()
 
 
-def _write_whole(fd: int, lines: bytes) -> None:
+def _write_lines(fd: int, lines: bytes) -> None:
     """Write each line in one write, because ranks of one node, and their couriers, append to one file.
 
     If only a part was written, the line that was cut is written once more, whole: another process may have written in
     between.
     """
     while lines:
-        taken = os.write(fd, lines)
-        whole = lines.rfind(b"\n", 0, taken) + 1
+        written = os.write(fd, lines)
+        line_end = lines.rfind(b"\n", 0, written) + 1
         # If a write does not even take one line, repeating that line never succeeds: continue with the rest of it.
-        is_cut = 1 < whole < taken < len(lines) and lines[taken : taken + 1] != b"\n"
-        lines = b"\n" + lines[whole:] if is_cut else lines[taken:]
+        is_cut = 1 < line_end < written < len(lines) and lines[written : written + 1] != b"\n"
+        lines = b"\n" + lines[line_end:] if is_cut else lines[written:]
 
 
 def file_of_node(path: str, node_index: int) -> str:
@@ -242,9 +243,9 @@ class CourierRecorder(_Tally):
         self._stragglers = Stragglers()
         self._suspect = ""  # what was logged last
 
-    def compare(self, size: int, generation: int, took: Mapping[str, float]) -> list[int]:
+    def compare(self, size: int, generation: int, phase_s: Mapping[str, float]) -> list[int]:
         """Return the numbers that are sent along with the agreement of a commit; see `PhaseSample`."""
-        self._sample = PhaseSample(self._rank, size, generation, took)
+        self._sample = PhaseSample(self._rank, size, generation, phase_s)
         return self._sample.numbers
 
     def compared(self, least: Sequence[int], name_of: Callable[[int], str]) -> None:
@@ -317,10 +318,10 @@ class CourierRecorder(_Tally):
         self.events.add("damage", file=file, kind=kind, step=step, of=of, block=block)
         log.warning("%s", text)
 
-    def repaired(self, step: int, seconds: float, blocks: int, made: int, left: int) -> None:
+    def repaired(self, step: int, seconds: float, blocks: int, made: int, still_damaged: int) -> None:
         self.seconds["repair"] += seconds
         self.counts["files made again"] += made
-        self.events.add("repair", step=step, seconds=seconds, blocks=blocks, made=made, left=left)
+        self.events.add("repair", step=step, seconds=seconds, blocks=blocks, made=made, left=still_damaged)
 
     def drained(self, step: int, seconds: float, nbytes: int, path: str, error: MlflashError | None) -> None:
         self.counts["drained" if error is None else "drains failed"] += 1
@@ -368,6 +369,7 @@ _MOST_US = 1 << (62 - _RANK_BITS)
 _CODE_BITS = 12
 _CODES_PER_E = ((1 << _CODE_BITS) - 1) / math.log(_MOST_US)  # makes a code exact to 0.4 %
 
+_SECONDS = operator.attrgetter("seconds")
 _LEAST_S, _LEAST_SHARE = 0.25, 0.2  # later by seconds, and by a share of the time from `save` to the commit
 _TIMES, _OF = 3, 6  # late in so many of so many commits
 _CALM = 12  # it is forgotten after so many commits without lateness
@@ -389,7 +391,6 @@ class Lateness(NamedTuple):
     node: str
 
     def as_fields(self) -> dict[str, Any]:
-        """Return what the heartbeat shows of it."""
         return {"late_s": self.own.seconds, "late_in": self.own.phase, "slowest": self.slowest.rank,
                 "slowest_on": self.node, "slowest_s": self.slowest.seconds,
                 "slowest_in": self.slowest.phase}  # fmt: skip
@@ -400,16 +401,16 @@ class PhaseSample:
 
     Args:
         generation: of the attempt; it decides which ranks contribute all their seconds.
-        took: seconds of each phase on this rank. For "training": the seconds that it waited for others to come to this
-            save, so the last one waits least.
+        phase_s: seconds of each phase on this rank. For "training": the seconds that it waited for others to come to
+            this save, so the last one waits least.
     """
 
-    def __init__(self, rank: int, size: int, generation: int, took: Mapping[str, float]):
-        self._rank, self._size, self._took = rank, size, took
+    def __init__(self, rank: int, size: int, generation: int, phase_s: Mapping[str, float]):
+        self._rank, self._size, self._phase_s = rank, size, phase_s
         drawn = random.Random(generation).sample(range(size), min(3, size))
-        whole = sum(_code(took[phase]) << _CODE_BITS * at for at, phase in enumerate(PHASES))
-        samples = [whole if rank == drawn_rank else _NOTHING for drawn_rank in drawn]
-        slowest = [_packed(took[phase], rank) * (1 if phase == "training" else -1) for phase in PHASES]
+        codes = sum(_code(phase_s[phase]) << _CODE_BITS * at for at, phase in enumerate(PHASES))
+        samples = [codes if rank == drawn_rank else _NOTHING for drawn_rank in drawn]
+        slowest = [_packed(phase_s[phase], rank) * (1 if phase == "training" else -1) for phase in PHASES]
         self.numbers = [*slowest, *samples, *[_NOTHING] * (3 - len(samples))]
         """What this rank brings."""
 
@@ -432,14 +433,16 @@ class PhaseSample:
             late_s = usual[phase] - seconds if phase == "training" else seconds - usual[phase]
             return late_s - explained.get(phase, 0.0)
 
-        slowest = max((Late(rank, phase, beyond(phase, seconds)) for phase, (seconds, rank) in most.items()), key=_by)
-        own = max((Late(self._rank, phase, beyond(phase, self._took[phase])) for phase in PHASES), key=_by)
+        slowest = max(
+            (Late(rank, phase, beyond(phase, seconds)) for phase, (seconds, rank) in most.items()),
+            key=operator.attrgetter("seconds"),
+        )
+        own = max(
+            (Late(self._rank, phase, beyond(phase, self._phase_s[phase])) for phase in PHASES),
+            key=operator.attrgetter("seconds"),
+        )
         slowest, own = (late._replace(seconds=max(0.0, late.seconds)) for late in (slowest, own))
         return Lateness(slowest, own, name_of(slowest.rank))
-
-
-def _by(late: Late) -> float:
-    return late.seconds
 
 
 def _microseconds(seconds: float) -> int:

@@ -36,7 +36,7 @@ from ..memory.node_directory import NodeDirectory
 from ..memory.process_names import trainer_of, works_for
 from ..mpi.fabric import between_nodes, choose_transport, has_rdma
 from ..mpi.world import World
-from ..placement.redundancy_scheme import parse
+from ..placement.redundancy import parse
 from ..placement.topology import Node
 from ..run.launch_systems import ask
 from ..text import last_words, many, show_bytes
@@ -558,7 +558,7 @@ def compression(context: Context) -> Iterator[Finding]:
     """Check whether drained files can be compressed with the configured method."""
     method = context.settings.compression
     if method not in ("", "gzip"):
-        from ..drain.hdf5_files import plugin
+        from ..drain.hdf5_format import plugin
 
         plugin()
         yield fine("compression", f"of drained files: {method}")

@@ -27,7 +27,7 @@ from ..memory.node_directory import clean, jobs_of
 from ..mpi.world import World
 from ..restore.open_in_directory import OpenInDirectory
 from ..restore.open_in_memory import OpenCheckpoint
-from ..state import shards
+from ..state import boxes
 from ..state.flatten import flatten
 from ..state.leaves import Entry, Tree, apart, from_bytes, item_nbytes, live_bytes, ties_of
 from ..state.old_ranks import OldRank, Spot
@@ -252,7 +252,7 @@ def _parts(opened: OpenCheckpoint, entry: Entry, spots: Sequence[Spot], raw: np.
     own = olds.is_private(spots) or not (olds.compared or olds.is_sharded(spots))
     first = min(int(olds.groups[group].ranks[0]) for group, _ in spots)
     target = items(raw, entry)
-    return [WantedPart(part.rank, part.number, part.source, part.shape, target[shards.box(part.target, part.shape)])
+    return [WantedPart(part.rank, part.number, part.source, part.shape, target[boxes.box(part.target, part.shape)])
             for part in olds.parts(entry, first, spots, first if own else None) or ()]  # fmt: skip
 
 
@@ -299,7 +299,7 @@ def _of_plan(opened: OpenCheckpoint) -> tuple[Whole, Spots]:
     left_out: list[str] = []
     for rank, old in opened.olds.items():
         group = opened.olds.group_of(rank)
-        index, numbers = dcp_plans.Index.decode(old.told[dcp_plans.INDEX]), dcp_plans.keys_of(old.tree)
+        index, numbers = dcp_plans.Index.decode(old.content[dcp_plans.INDEX]), dcp_plans.keys_of(old.tree)
         paths |= index.paths()
         names, firsts = dcp_plans.names_of(old.tree, old.entries), first_names(old.entries)
         for key in index.tensors:
@@ -312,7 +312,7 @@ def _of_plan(opened: OpenCheckpoint) -> tuple[Whole, Spots]:
                 ties.setdefault(name, first)
             if (spot := (group, numbers[key])) not in spots.setdefault(name, []):
                 spots[name].append(spot)
-        readable = dcp_plans.values(index, old.told[dcp_plans.BYTES])
+        readable = dcp_plans.values(index, old.content[dcp_plans.BYTES])
         left_out += [name for name in index.parts if name not in readable]
         for name, (tree, values) in readable.items():
             parts.setdefault(name, _moved(tree, len(plain)))

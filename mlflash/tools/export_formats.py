@@ -211,11 +211,11 @@ def _python(value: Any) -> Any:
 
 def write_hdf5(whole: Whole, store: Store, name: str = "state.h5") -> Written:
     """Write a checkpoint as one HDF5 file: ``/tensors/<name>``, and everything else as JSON in ``/objects``."""
-    from ..drain import hdf5_files
+    from ..drain import hdf5_format
 
     own, sources = whole.own, whole.sources(whole.own)
-    objects = hdf5_files.readable(whole.tree, list(whole.entries), whole.plain)
-    skeleton, _ = hdf5_files.tensors(own, [sources[entry.name] for entry in own], whole.ties, objects)
+    objects = hdf5_format.readable(whole.tree, list(whole.entries), whole.plain)
+    skeleton, _ = hdf5_format.tensors(own, [sources[entry.name] for entry in own], whole.ties, objects)
     return Written({name: _write(store, name, skeleton)}, len(own), whole.ties)
 
 

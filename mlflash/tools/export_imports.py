@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from ..errors import ConfigError, StateError, StructureMismatch
-from ..state.shards import box
+from ..state.boxes import box
 from ..storage.store import SAFETENSORS, TORCH_CHECKPOINTING, Directory, Store, format_of, open_store
 
 _HINT = "read_dcp(..., trust_pickle=True) reads it, but may run code in it: use it only if you trust the author"

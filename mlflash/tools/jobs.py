@@ -12,7 +12,7 @@ import click
 
 from ..config import Config, job_name
 from ..errors import JobInUse, MlflashError
-from ..framework_files.staged import leftovers
+from ..framework_files.background_files import leftovers
 from ..memory.node_directory import clean as clean_job
 from ..memory.node_directory import jobs_of
 from ..memory.process_names import process_named

@@ -27,7 +27,7 @@ from ..memory.node_directory import NodeDirectory
 from ..memory.parity_layout import decode_heads
 from ..memory.slot import HEADER_NBYTES, MAGIC, Attempt, Header, Kind, Verdict, read_record, unpack
 from ..mpi.world import World, gather
-from ..placement.redundancy_scheme import Scheme, parse
+from ..placement.redundancy import Scheme, parse
 from ..state.layout import CHECK_NBYTES, PAGE_NBYTES
 from ..state.manifest import Manifest, decode
 from ..text import listed

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import MlflashError
-from ..framework_files.staged import leftovers
+from ..framework_files.background_files import leftovers
 from ..launch.lines import Lines, pack
 from ..memory.node_directory import clean
 from ..telemetry.heartbeat import SHOW_STACKS, live_jobs, read_heartbeats

@@ -26,8 +26,7 @@ from ..memory.memory_limits import headroom
 from ..memory.parity_layout import parity_extents
 from ..placement import survival
 from ..placement.failure_domains import Domains, ask_slurm, expand_hosts, from_argument
-from ..placement.protection_groups import Placement, made, place
-from ..placement.redundancy_scheme import Scheme, parse
+from ..placement.redundancy import Placement, Scheme, made, parse, place
 from ..placement.topology import Topology
 from ..protect.deduplication import cuts
 from ..state import layout

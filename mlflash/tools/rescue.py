@@ -8,7 +8,7 @@ import click
 
 from ..checkpointer.checkpointer import Checkpointer
 from ..config import Config
-from ..drain.drain import Drain
+from ..drain.drain_handle import Drain
 from ..errors import DeadlineExceeded, DrainFailed
 from ..memory.node_directory import jobs_of
 from ..mpi.world import World, gather_from_all

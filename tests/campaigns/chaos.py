@@ -30,8 +30,7 @@ from processes import is_agent, parent_of, send, state, with_variable
 from waiting import take
 
 from mlflash.memory.process_names import trainer_of
-from mlflash.placement.protection_groups import place
-from mlflash.placement.redundancy_scheme import parse
+from mlflash.placement.redundancy import parse, place
 from mlflash.placement.survival import of
 from mlflash.placement.topology import Topology
 

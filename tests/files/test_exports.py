@@ -281,7 +281,7 @@ def same_as(found: Any, expected: Any) -> None:
 def test_a_checkpoint_of_plain_dcp_on_two_ranks_is_read(tmp_path: Path) -> None:
     torch.save(dcp_state(), tmp_path / "expected.pt")
     torch.multiprocessing.spawn(save_sharded, (tmp_path,), nprocs=2)
-    found = read_dcp(tmp_path / "theirs")
+    state = read_dcp(tmp_path / "theirs")
     expected = torch.load(tmp_path / "expected.pt", weights_only=False)
     # DCP itself loses empty dicts and makes keys strings.
     del expected["empty"]
@@ -292,7 +292,7 @@ def test_a_checkpoint_of_plain_dcp_on_two_ranks_is_read(tmp_path: Path) -> None:
         "columns": torch.arange(5).view(1, 5),
         "alike": torch.ones(3),
     }
-    same_as(found, expected)
+    same_as(state, expected)
 
 
 class Evil:
@@ -383,9 +383,9 @@ def test_from_pretrained_opens_what_the_command_exports(kind: str, tmp_path: Pat
                        ("many", ["--to", "safetensors", "--shard-size", "2kB"])):  # fmt: skip
         words += ["--keep", "model.*", "--rename", r"^model\.", "", *more, "--hf-config", str(tmp_path / "config"),
                   "--directory", str(tmp_path / "drained"), "--json"]  # fmt: skip
-        told = CliRunner().invoke(main, ["export", "7", str(tmp_path / out), *words])
-        assert told.exit_code == 0, told.output
-        exported = json.loads(told.stdout)
+        result = CliRunner().invoke(main, ["export", "7", str(tmp_path / out), *words])
+        assert result.exit_code == 0, result.output
+        exported = json.loads(result.stdout)
         assert bool(exported["ties"]) == (kind == "gpt2")
         assert {"config.json", "vocab.txt"} <= exported["files"].keys()
         assert ("model.safetensors.index.json" in exported["files"]) == (out == "many")
@@ -415,6 +415,6 @@ def test_the_command_says_what_is_wrong_and_writes_no_tensors(words: list[str], 
     with Checkpointer(tmp_path / "drained", job="t", memory=str(tmp_path)) as ckpt:
         ckpt.save(7, {"w": torch.ones(2)}).wait()
         ckpt.drain().wait()
-    told = CliRunner().invoke(main, ["export", "7", "out", "--to", "safetensors", "-d", "drained", *words])
-    assert told.exit_code and text in told.output
+    result = CliRunner().invoke(main, ["export", "7", "out", "--to", "safetensors", "-d", "drained", *words])
+    assert result.exit_code and text in result.output
     assert not list(tmp_path.glob("out/*.safetensors"))

@@ -168,11 +168,11 @@ def test_a_training_goes_on_from_torch_checkpointing_with_both_side_by_side(
     library: Any, asynchronous: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, optimizer = model_and_optimizer(trained=True)
-    theirs, place = manager(library, asynchronous), tmp_path / "theirs" / "step-00000010"
+    other_manager, place = manager(library, asynchronous), tmp_path / "theirs" / "step-00000010"
     options = {"job": "t", "memory": str(tmp_path), "redundancy": "none"}
     with Checkpointer(tmp_path / "other", **options) as ckpt:
         snapshot = ckpt.save(10, {"model": model})
-        written = theirs.save(
+        written = other_manager.save(
             str(place), {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 10}
         )
         assert (written is not None) == asynchronous
@@ -180,19 +180,21 @@ def test_a_training_goes_on_from_torch_checkpointing_with_both_side_by_side(
             written.result(100)
         snapshot.wait()
     assert sorted(path.name for path in place.iterdir()) == ["model_0.pt", "optimizer_0.pt", "step_0.pt"]
-    theirs.close()
+    other_manager.close()
 
-    again, new = model_and_optimizer(trained=False)
-    state = {"model": again, "optimizer": new}
+    restored, new = model_and_optimizer(trained=False)
+    state = {"model": restored, "optimizer": new}
     with Checkpointer(tmp_path / "theirs", **options | {"job": "u"}) as ckpt:
         assert ckpt.restore(state) is None
         (warned,) = [r for r in caplog.records if "nothing is restored, but" in r.getMessage()]
         assert warned.levelno == logging.WARNING and f"{place} has a checkpoint of torch_checkp" in warned.getMessage()
         loader = manager(library)
-        found = loader.load(str(place), into={"model": again.state_dict(), "optimizer": None, "step": 0}, strict=True)
+        loaded = loader.load(
+            str(place), into={"model": restored.state_dict(), "optimizer": None, "step": 0}, strict=True
+        )
         loader.close()
-        new.load_state_dict(found["optimizer"])
-        ckpt.save(found["step"], state).wait()
+        new.load_state_dict(loaded["optimizer"])
+        ckpt.save(loaded["step"], state).wait()
         ckpt.drain().wait()
     third, last = model_and_optimizer(trained=False)
     with Checkpointer(tmp_path / "theirs", **options | {"job": "v"}) as ckpt:  # memory has another job
@@ -216,26 +218,28 @@ def test_torch_checkpointing_reads_exports_and_names_the_file_that_a_drain_lacks
     command("export", 3, tmp_path / "hf", "--to", "safetensors", "--keep", "model.*", "--rename", r"^model\.", "",
             "--directory", run)  # fmt: skip
 
-    again, _ = model_and_optimizer(trained=False)
+    restored, _ = model_and_optimizer(trained=False)
     plain = manager(library)
-    found = plain.load(str(tmp_path / "torch"), into={"state": {"model": again.state_dict(), "optimizer": None}})
-    assert same(again.state_dict(), model.state_dict())
-    assert same(found["state"]["optimizer"], optimizer.state_dict())
+    loaded = plain.load(str(tmp_path / "torch"), into={"state": {"model": restored.state_dict(), "optimizer": None}})
+    assert same(restored.state_dict(), model.state_dict())
+    assert same(loaded["state"]["optimizer"], optimizer.state_dict())
     with pytest.raises(FileNotFoundError, match=r"step-00000003/model_0\.pt for checkpoint item 'model'"):
-        plain.load(str(run / "step-00000003"), into={"model": again.state_dict()})
+        plain.load(str(run / "step-00000003"), into={"model": restored.state_dict()})
     plain.close()
 
-    again, _ = model_and_optimizer(trained=False)
+    restored, _ = model_and_optimizer(trained=False)
     by_name = manager(library, model=library.ItemSpec(resharder=DefaultResharder()))
-    by_name.load(str(tmp_path / "hf"), into={"model": again.state_dict()}, metadata_format=OfHuggingFace, strict=True)
+    by_name.load(
+        str(tmp_path / "hf"), into={"model": restored.state_dict()}, metadata_format=OfHuggingFace, strict=True
+    )
     by_name.close()
-    assert same(again.state_dict(), model.state_dict())
+    assert same(restored.state_dict(), model.state_dict())
 
 
 def test_files_of_torch_checkpointing_are_refused_by_name(library: Any, tmp_path: Path) -> None:
-    theirs = manager(library)
-    theirs.save(str(tmp_path / "theirs"), {"model": {"w": torch.ones(3)}})
-    theirs.close()
+    other_manager = manager(library)
+    other_manager.save(str(tmp_path / "theirs"), {"model": {"w": torch.ones(3)}})
+    other_manager.close()
     with pytest.raises(StructureMismatch, match=r"checkpoint of torch_checkpointing, .*CheckpointManager"):
         read_dcp(tmp_path / "theirs")
 

@@ -324,9 +324,9 @@ def test_training_goes_the_full_circle_with_s3(bucket: str, shm: Path, form: str
             ckpt.save(step, state_at(step)).wait()
             assert ckpt.drain().wait(30).path == f"{url}/step-{step:08d}" + (".1" if step == 1 else "")
     for listed in list_checkpoints(there := open_store(url)):
-        found = on_disk.provenance_of(there, listed, public_key(str(public)))
-        assert found.signature == "good" and found.document is not None and found.wrong == []
-        assert verify_files(there.at(listed.folder), listed, found.document, 0, 1) == []
+        provenance = on_disk.provenance_of(there, listed, public_key(str(public)))
+        assert provenance.signature == "good" and provenance.document is not None and provenance.wrong == []
+        assert verify_files(there.at(listed.folder), listed, provenance.document, 0, 1) == []
     names = ["provenance.json", "provenance.json.sig", "verdict"] + {
         "hdf5": ["checkpoint.h5", "rank-00000.h5"],
         "dcp": [".metadata", "__0_0.distcp", "checkpoint.mlflash", "rank-00000.mlflash"],
@@ -356,12 +356,12 @@ def test_what_is_in_s3_can_be_exported_to_s3(bucket: str, shm: Path) -> None:
     arguments = ["export", "newest", f"{bucket}/out", "--to", "safetensors", "-d", f"{bucket}/run", "--json"]
     done = CliRunner().invoke(main, arguments, env={"MLFLASH_MEMORY": str(shm), "MLFLASH_JOB": "j"})
     assert done.exit_code == 0, (done.output, done.exception)
-    said = json.loads(done.stdout)
-    assert (said["step"], said["path"]) == (1, f"{bucket}/out")
+    report = json.loads(done.stdout)
+    assert (report["step"], report["path"]) == (1, f"{bucket}/out")
     exported = load(open_store(f"{bucket}/out").read("model.safetensors"))
     assert bits(exported)["w"] == bits(state_at(1))["w"] and bits(exported)["half"] == bits(state_at(1))["half"]
-    again = CliRunner().invoke(main, arguments, env={"MLFLASH_MEMORY": str(shm), "MLFLASH_JOB": "j"})
-    assert again.exit_code != 0 and "is not empty" in again.output
+    second = CliRunner().invoke(main, arguments, env={"MLFLASH_MEMORY": str(shm), "MLFLASH_JOB": "j"})
+    assert second.exit_code != 0 and "is not empty" in second.output
 
 
 def test_while_s3_is_down_saves_go_on_and_the_drain_after_it_is_back_works(

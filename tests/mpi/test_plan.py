@@ -14,8 +14,7 @@ from ranks import SharedCouriers
 
 from mlflash import Checkpointer
 from mlflash.config import slots_of
-from mlflash.placement.protection_groups import place
-from mlflash.placement.redundancy_scheme import parse
+from mlflash.placement.redundancy import parse, place
 from mlflash.placement.survival import describe, of
 from mlflash.tools.plan import Job, node_nbytes
 

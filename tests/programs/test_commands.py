@@ -30,8 +30,7 @@ from mlflash.cli import main
 from mlflash.config import job_name
 from mlflash.memory.node_directory import NodeDirectory
 from mlflash.memory.slot import HEADER_NBYTES, Attempt, Header
-from mlflash.placement.protection_groups import place
-from mlflash.placement.redundancy_scheme import parse
+from mlflash.placement.redundancy import parse, place
 from mlflash.placement.survival import of
 from mlflash.placement.topology import Topology
 from mlflash.run.processes import mpiexec

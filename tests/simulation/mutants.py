@@ -169,11 +169,11 @@ MUTANTS = [
     ),
     # Reprotect
     Mutant(
-        "reprotect-makes-nothing", "missing copies and parity are not made again", "restore/reprotect.py",
+        "reprotect-makes-nothing", "missing copies and parity are not made again", "restore/repair.py",
         "        protect_missing(context, home, lacking)\n        reach(", "        reach(",
     ),
     Mutant(
-        "reprotect-not-agreed", "only ranks whose copies are missing reprotect", "restore/reprotect.py",
+        "reprotect-not-agreed", "only ranks whose copies are missing reprotect", "restore/repair.py",
         "    some_lack = world.any_of(lacking)\n", "    some_lack = lacking\n",
     ),
     Mutant(
@@ -211,12 +211,12 @@ MUTANTS = [
     ),
     Mutant(
         "drain-error-not-agreed", "a rank that cannot write its file gives the drain up alone",
-        "drain/write.py",
+        "drain/drain_runs.py",
         "        yield from collectives.raise_together(error)\n        reach(",
         "        if error is not None:\n            raise error\n        reach(",
     ),
     Mutant(
-        "drain-told-early", "a drain counts as ended before its checkpoint is there", "drain/queue.py",
+        "drain-told-early", "a drain counts as ended before its checkpoint is there", "drain/drain_runs.py",
         "        def moves() -> Operation:\n", "        def moves() -> Operation:\n            current.end(None)\n",
     ),
     Mutant(

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from mpi import MpiError
 
 from mlflash.errors import DeadlineExceeded, MlflashError, Unrestorable
-from mlflash.placement.protection_groups import place
-from mlflash.placement.redundancy_scheme import parse
+from mlflash.placement.redundancy import parse, place
 from mlflash.placement.survival import Survival, of
 from mlflash.placement.topology import from_node_ids
 

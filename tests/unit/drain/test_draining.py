@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from mlflash import errors
 from mlflash.config import Config
-from mlflash.drain import checkpoint_directory, index, rank_input
+from mlflash.drain import checkpoint_directory, index, rank_content
 from mlflash.drain.checkpoint_directory import Listed
 from mlflash.drain.index import CARD_NBYTES, Card
 from mlflash.memory.slot import Attempt, Verdict
@@ -92,13 +92,13 @@ def test_parts_are_disjoint_cover_everything_and_are_balanced(shapes: list[tuple
         Entry(str(n), "tensor", "float32", shape, (0,) * len(shape), shape, 0, 4 * math.prod(shape))
         for n, shape in enumerate(shapes)
     ]
-    dealt = [list(rank_input.deal(entries, ranks, nth)) for nth in range(ranks)]
-    assert dealt == [list(rank_input.deal(entries, ranks, nth)) for nth in range(ranks)]
+    dealt = [list(rank_content.divide(entries, ranks, nth)) for nth in range(ranks)]
+    assert dealt == [list(rank_content.divide(entries, ranks, nth)) for nth in range(ranks)]
     for number, entry in enumerate(entries):
         rows = entry.shape[0] if entry.shape else 1
         taken = [row for parts in dealt for n, begin, end in parts if n == number for row in range(begin, end)]
         assert taken == list(range(rows)), "each row once, in the order of the ranks"
-    loads = [sum(rank_input.part_of(entries[n], *rows).nbytes for n, *rows in parts) for parts in dealt]
+    loads = [sum(rank_content.part_of(entries[n], *rows).nbytes for n, *rows in parts) for parts in dealt]
     total = sum(entry.nbytes for entry in entries)
     assert sum(loads) == total
     units = [e.nbytes // e.shape[0] if e.nbytes >= MIB and e.shape[0] > 1 else e.nbytes for e in entries if e.nbytes]
@@ -122,7 +122,7 @@ def commit(store: Directory, folder: str, step: int, generation: int, owner: str
 
 
 def tree(path: Path) -> list[str]:
-    return sorted(str(one.relative_to(path)) for one in path.rglob("*") if not one.is_dir())
+    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir())
 
 
 def test_the_newest_is_the_one_of_the_largest_generation_whatever_its_step(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_the_newest_is_the_one_of_the_largest_generation_whatever_its_step(tmp_p
     for folder, step, generation in (("step-00000005", 5, 1), ("step-00000003", 3, 9), ("step-00000003.1", 3, 12),
                                      ("step-123456789", 123_456_789, 10)):  # fmt: skip
         commit(store, folder, step, generation)
-    assert [(one.folder, one.step) for one in checkpoint_directory.list_checkpoints(store)] == [
+    assert [(checkpoint.folder, checkpoint.step) for checkpoint in checkpoint_directory.list_checkpoints(store)] == [
         ("step-00000003.1", 3), ("step-123456789", 123_456_789), ("step-00000003", 3), ("step-00000005", 5)
     ]  # fmt: skip
 
@@ -199,28 +199,30 @@ def test_a_folder_of_another_user_is_passed_over_and_is_in_nobodys_way(shm: Path
     commit(store, "step-00000003", 3, 3)  # 0700, as mlflash makes them
     shm.chmod(0o777)
     with somebody_else(shm / "step-00000003"):
-        mine = commit(store, "step-00000001", 1, 1)
-        assert checkpoint_directory.list_checkpoints(store) == [mine]
+        own = commit(store, "step-00000001", 1, 1)
+        assert checkpoint_directory.list_checkpoints(store) == [own]
         checkpoint_directory.delete_leftovers(store, "me", b"x" * 16)
         assert checkpoint_directory.new_folder(store, 3) == "step-00000003.1"
-        checkpoint_directory.delete(store, mine)
+        checkpoint_directory.delete(store, own)
     assert tree(shm) == ["step-00000003/checkpoint.h5", "step-00000003/rank-00000.h5"]
 
 
 def model(listed: Sequence[Listed], owner: str, keep_last: int, keep_every: int) -> set[str]:
     """Which folders stay, said once more and simply."""
     if not keep_last:
-        return {one.folder for one in listed}
-    stays = {one.folder for one in listed if one.card.owner != owner}
-    mine = sorted((one for one in listed if one.card.owner == owner), key=lambda one: one.age)
-    newest = {one.step: one for one in mine if one.verdict is not Verdict.BAD}
-    ranked = sorted(newest.values(), key=lambda one: one.age)
-    stays |= {one.folder for one in ranked[-keep_last:]}
-    for one in mine:
-        newer = [another for another in ranked if another.age > one.age]
-        if one.verdict is Verdict.BAD and len(newer) < keep_last:
-            stays.add(one.folder)
-    return stays | {one.folder for one in ranked if keep_every and one.step % keep_every == 0}
+        return {checkpoint.folder for checkpoint in listed}
+    stays = {checkpoint.folder for checkpoint in listed if checkpoint.card.owner != owner}
+    own = sorted(
+        (checkpoint for checkpoint in listed if checkpoint.card.owner == owner), key=lambda checkpoint: checkpoint.age
+    )
+    newest = {checkpoint.step: checkpoint for checkpoint in own if checkpoint.verdict is not Verdict.BAD}
+    ranked = sorted(newest.values(), key=lambda checkpoint: checkpoint.age)
+    stays |= {checkpoint.folder for checkpoint in ranked[-keep_last:]}
+    for checkpoint in own:
+        newer = [another for another in ranked if another.age > checkpoint.age]
+        if checkpoint.verdict is Verdict.BAD and len(newer) < keep_last:
+            stays.add(checkpoint.folder)
+    return stays | {checkpoint.folder for checkpoint in ranked if keep_every and checkpoint.step % keep_every == 0}
 
 
 drained = st.tuples(
@@ -248,12 +250,16 @@ def test_what_is_surplus_is_what_a_simple_model_says(
         for n, (step, owner, verdict) in enumerate(history)
     ]
     order.shuffle(listed)
-    found = {one.folder for one in checkpoint_directory.surplus(listed, "me", keep_last, keep_every)}
+    surplus = {checkpoint.folder for checkpoint in checkpoint_directory.surplus(listed, "me", keep_last, keep_every)}
     stay = model(listed, "me", keep_last, keep_every)
-    assert found == {one.folder for one in listed} - stay
-    mine = {one.step for one in listed if one.card.owner == "me" and one.verdict is not Verdict.BAD}
-    good = [one for one in listed if one.folder in stay and one.verdict is not Verdict.BAD]
-    assert len(good) >= min(keep_last, len(mine)), "so many steps are there to go back to"
+    assert surplus == {checkpoint.folder for checkpoint in listed} - stay
+    own_steps = {
+        checkpoint.step
+        for checkpoint in listed
+        if checkpoint.card.owner == "me" and checkpoint.verdict is not Verdict.BAD
+    }
+    good = [checkpoint for checkpoint in listed if checkpoint.folder in stay and checkpoint.verdict is not Verdict.BAD]
+    assert len(good) >= min(keep_last, len(own_steps)), "so many steps are there to go back to"
 
 
 class Watched(Directory):
@@ -302,14 +308,14 @@ def test_only_what_interrupted_drains_of_earlier_runs_of_this_job_left_is_delete
     def temporary(name: str, run_id: bytes, owner: str) -> str:
         return f".{name}.{checkpoint_directory.tag(Attempt(run_id, 1), owner)}.tmp"
 
-    left = {
+    leftovers = {
         "step-00000001": ["rank-00000.h5", "rank-00001.h5", temporary("rank-00002.h5", earlier, "me")],
         "step-00000002": [temporary("rank-00000.h5", earlier, "me")],
     }
-    for folder, names in left.items():
+    for folder, names in leftovers.items():
         for name in names:
             put_rank(store, folder, name, run_id=earlier)
-    (tmp_path / "step-00000002" / left["step-00000002"][0]).write_bytes(b"")  # no card yet
+    (tmp_path / "step-00000002" / leftovers["step-00000002"][0]).write_bytes(b"")  # no card yet
     put_rank(store, "step-00000003", "rank-00000.mlflash", run_id=earlier)
     store.at("step-00000003").write("__0_0.distcp", [b"data"])
     store.at("step-00000003").write(temporary("__1_0.distcp", earlier, "me"), [b"data"])

@@ -35,9 +35,9 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.fixture
 def opened(folder: Path) -> Iterator[OpenInDirectory]:
     (listed,) = checkpoint_directory.list_checkpoints(Directory(str(folder)))
-    found = OpenInDirectory(ALONE, Directory(str(folder)), listed)
-    yield found
-    found.close()
+    checkpoint = OpenInDirectory(ALONE, Directory(str(folder)), listed)
+    yield checkpoint
+    checkpoint.close()
 
 
 def state_of(opened: OpenInDirectory, rank: int) -> Any:
@@ -64,19 +64,19 @@ def test_one_damaged_byte_of_any_file_is_found_or_does_not_matter(folder: Path) 
     store = Directory(str(folder))
     (listed,) = checkpoint_directory.list_checkpoints(store)
     chance = np.random.default_rng(0)
-    found = 0
+    detected = 0
     for path in sorted((folder / listed.folder).iterdir()):
         good = path.read_bytes()
         for at in chance.integers(0, len(good), 4):
             path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-            again = checkpoint_directory.list_checkpoints(store)
-            state = rank_1_of(store, again[0]) if again else None
-            found += state is None
+            listed_now = checkpoint_directory.list_checkpoints(store)
+            state = rank_1_of(store, listed_now[0]) if listed_now else None
+            detected += state is None
             if state is not None:
                 assert torch.equal(state["model"]["w"], W[4:7]) and torch.equal(state["model"]["v"], W[:, 3:] + 100)
                 assert state["own"].tolist() == [1] * 4 and (state["epoch"], state["of rank"]) == (3, 1)
         path.write_bytes(good)
-    assert found
+    assert detected
 
 
 def rank_1_of(store: Directory, listed: Listed) -> Any:
@@ -86,6 +86,6 @@ def rank_1_of(store: Directory, listed: Listed) -> Any:
         manifest, read, wanted = opened.state(1)
     except CorruptSlot:
         return None
-    whole = opened.read(wanted)
+    is_intact = opened.read(wanted)
     opened.close()
-    return materialize(manifest.tree, manifest.entries, manifest.plain, read) if whole else None
+    return materialize(manifest.tree, manifest.entries, manifest.plain, read) if is_intact else None

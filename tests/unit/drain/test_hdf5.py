@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlflash import Checkpointer
-from mlflash.drain import hdf5_files
+from mlflash.drain import hdf5_format
 from mlflash.drain.index import CARD_NBYTES
 from mlflash.state.leaves import TORCH_ITEM_NBYTES, Entry, array_entry, live_bytes, tensor_entry
 from mlflash.storage.file_holes import FileWithHoles, Source
@@ -53,8 +53,8 @@ def write(path: Path, skeleton: FileWithHoles) -> None:
 def written(path: Path, values: Mapping[str, Any], ties: Mapping[str, str] | None = None, objects: Any = None
             ) -> tuple[list[Entry], list[int]]:  # fmt: skip
     entries, sources = pieces_of(values)
-    skeleton, starts = hdf5_files.tensors(entries, sources, ties or {}, objects)
-    hdf5_files.add_index(skeleton, b"index")
+    skeleton, starts = hdf5_format.tensors(entries, sources, ties or {}, objects)
+    hdf5_format.add_index(skeleton, b"index")
     skeleton.patch(0, b"a card".ljust(CARD_NBYTES))
     write(path, skeleton)
     return entries, starts
@@ -97,9 +97,9 @@ def test_every_dtype_of_pytorch_is_stored_and_read_as_what_it_is_or_marked_as_ra
     values = {name: random_tensor(name, (3, 4)) for name in MAKEABLE}
     entries, starts = written(tmp_path / "rank.h5", values)
     content = (tmp_path / "rank.h5").read_bytes()
-    found = read_elsewhere(tmp_path / "rank.h5", tmp_path)
+    datasets = read_elsewhere(tmp_path / "rank.h5", tmp_path)
     for entry, start in zip(entries, starts, strict=True):
-        value, (read, dtype, raw, shape) = values[entry.name], found[entry.name]
+        value, (read, dtype, raw, shape) = values[entry.name], datasets[entry.name]
         bits = live_bytes(value).tobytes()
         assert content[start : start + entry.nbytes] == bits, "the bytes of the slot, unchanged"
         assert (dtype, raw, shape) == (entry.name, entry.name in RAW, (3, 4))
@@ -119,9 +119,9 @@ def test_every_dtype_of_numpy_is_stored_and_read_as_what_it_is_or_marked_as_raw(
         values[name] = np.frombuffer(raw.tobytes(), dtype=name).reshape(2, 3)
     values["<U3"] = np.array([["é", "", "abc"], ["\U0001f680", "x", "yz"]])
     written(tmp_path / "rank.h5", values)
-    found = read_elsewhere(tmp_path / "rank.h5", tmp_path)
+    datasets = read_elsewhere(tmp_path / "rank.h5", tmp_path)
     for name, value in values.items():
-        read, dtype, raw, _ = found[name]
+        read, dtype, raw, _ = datasets[name]
         assert dtype == name
         assert raw == (value.dtype.kind in "UmM" or (value.dtype.kind == "c" and value.dtype.itemsize > 16)), name
         if raw:
@@ -147,15 +147,15 @@ def test_every_bit_pattern_of_bfloat16_and_e5m2_is_the_number_that_pytorch_takes
 def test_odd_names_are_kept_apart_and_can_be_told_from_the_names_in_the_file(tmp_path: Path) -> None:
     values = {name: np.full(3, n) for n, name in enumerate(ODD)}
     written(tmp_path / "rank.h5", values)
-    names = [hdf5_files.dataset_name(name) for name in ODD]
+    names = [hdf5_format.dataset_name(name) for name in ODD]
     assert len(set(names)) == len(ODD) and not any("/" in name for name in names)
-    found = read_elsewhere(tmp_path / "rank.h5", tmp_path)
-    assert {name: found[name][0].tolist() for name in names} == {name: [n] * 3 for n, name in enumerate(names)}
+    datasets = read_elsewhere(tmp_path / "rank.h5", tmp_path)
+    assert {name: datasets[name][0].tolist() for name in names} == {name: [n] * 3 for n, name in enumerate(names)}
 
 
 @given(one=st.text(max_size=8), other=st.text(max_size=8))
 def test_different_names_are_different_in_the_file(one: str, other: str) -> None:
-    assert (hdf5_files.dataset_name(one) == hdf5_files.dataset_name(other)) == (one == other)
+    assert (hdf5_format.dataset_name(one) == hdf5_format.dataset_name(other)) == (one == other)
 
 
 def test_scalars_and_empty_tensors_keep_their_shapes(tmp_path: Path) -> None:
@@ -165,12 +165,12 @@ def test_scalars_and_empty_tensors_keep_their_shapes(tmp_path: Path) -> None:
         "number": np.array(7), "words": np.zeros(0, dtype="<U3"),
     }  # fmt: skip
     written(tmp_path / "rank.h5", values)
-    found = read_elsewhere(tmp_path / "rank.h5", tmp_path)
+    datasets = read_elsewhere(tmp_path / "rank.h5", tmp_path)
     for name, value in values.items():
-        read, _, raw, shape = found[name]
+        read, _, raw, shape = datasets[name]
         assert shape == tuple(value.shape)
         assert raw or read.shape == shape, name
-    assert (found["scalar"][0], found["number"][0], found["raw scalar"][0]) == (2.5, 7, 68)
+    assert (datasets["scalar"][0], datasets["number"][0], datasets["raw scalar"][0]) == (2.5, 7, 68)
 
 
 def test_tied_tensors_are_hard_links_and_objects_are_json(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_tied_tensors_are_hard_links_and_objects_are_json(tmp_path: Path) -> Non
 def test_a_master_that_would_list_too_many_pieces_shows_none_and_all_comes_back(
     shm: Path, tmp_path: Path, in_couriers: Callable[[str], None], most: int
 ) -> None:
-    in_couriers(f"from mlflash.drain.hdf5_files import Hdf5; Hdf5.most_pieces = {most}")
+    in_couriers(f"from mlflash.drain.hdf5_format import Hdf5; Hdf5.most_pieces = {most}")
     state, blank = ({name: np.full(1000, value) for name, value in zip("ab", values, strict=True)}
                     for values in ((1.0, 2.0), (0.0, 0.0)))  # fmt: skip
     options: dict[str, Any] = {"job": "t", "directory": tmp_path / "pfs", "redundancy": "none", "format": "hdf5"}

@@ -18,8 +18,9 @@ from keys import key_pair
 
 from mlflash import config
 from mlflash.drain import provenance
+from mlflash.drain.index import RankFiles
 from mlflash.drain.provenance import private_key, public_key
-from mlflash.drain.rank_input import DrainInput, FileDigest, Origin, Receipt
+from mlflash.drain.rank_content import DrainInput, FileDigest, Origin, Receipt
 from mlflash.errors import ConfigError, CorruptSlot
 from mlflash.memory.slot import Attempt
 from mlflash.state import manifest
@@ -70,8 +71,8 @@ def test_what_json_does_not_have_is_refused(value: Any, text: str) -> None:
 def test_what_is_given_is_kept_as_canonical_json_also_from_the_environment() -> None:
     made = config.from_environment({}, None, job="j", provenance={"seed": 1, "git": "ä"})
     assert made.provenance == '{"git":"ä","seed":1}'
-    told = config.from_environment({"MLFLASH_PROVENANCE": ' {"seed": 1,\n"git": "ä"}'}, None, job="j")
-    assert told.provenance == made.provenance
+    settings = config.from_environment({"MLFLASH_PROVENANCE": ' {"seed": 1,\n"git": "ä"}'}, None, job="j")
+    assert settings.provenance == made.provenance
     assert config.from_environment({}, None, job="j").provenance == ""
     assert config.from_environment({"MLFLASH_PROVENANCE": "{}"}, None, job="j", provenance={"a": 1}).provenance != "{}"
 
@@ -87,7 +88,15 @@ def test_what_cannot_be_written_is_refused_when_it_is_given(wrong: Any) -> None:
 
 def receipts(origins: list[Origin]) -> list[Receipt]:
     return [
-        Receipt(rank, [], {}, None, origin=origin, digests=(FILES[rank],) if rank < len(FILES) else ())
+        Receipt(
+            rank,
+            RankFiles("", 0, 0, "", 0),
+            [],
+            {},
+            None,
+            origin=origin,
+            digests=(FILES[rank],) if rank < len(FILES) else (),
+        )
         for rank, origin in enumerate(origins)
     ]
 
@@ -123,8 +132,8 @@ def test_the_digest_is_sha256_of_all_else_and_can_be_made_without_mlflash() -> N
     (raw,) = written().values()
     document = json.loads(raw)
     digest = document.pop("digest")
-    again = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
-    assert hashlib.sha256(again).hexdigest() == digest
+    encoded = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    assert hashlib.sha256(encoded).hexdigest() == digest
 
 
 def change(document: dict[str, Any], where: str, value: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from waiting import until
 
 from mlflash import Checkpointer
-from mlflash.framework_files.staged import BackgroundFiles, leftovers
+from mlflash.framework_files.background_files import BackgroundFiles, leftovers
 
 
 class Ranks:
@@ -50,9 +50,9 @@ class Ranks:
         return [Path(folder, name) for folder, _, names in os.walk(self.memory) for name in names]
 
     def close(self) -> None:
-        for one in self.ranks:
-            one.close()
-            one._listener.join(60)
+        for rank in self.ranks:
+            rank.close()
+            rank._listener.join(60)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_nothing_has_the_name_before_the_files_of_all_ranks_are_there(two: Ranks
     assert not two.ranks[0].wait(0)
     assert not (two.disk / "step-1").exists() and not (two.disk / "latest").exists()
     two.write(1, 1)
-    assert all(one.wait(60) and one.failures() == {} for one in two.ranks)
+    assert all(rank.wait(60) and rank.failures() == {} for rank in two.ranks)
     assert two.found() == WHOLE and two.left_in_memory() == []
     assert (two.disk / "step-1/inner/rank-1").read_bytes() == b"\1" * 100_000
 
@@ -91,19 +91,19 @@ def test_what_is_written_before_a_trainer_is_killed_comes_to_disk(tmp_path: Path
     two = Ranks(tmp_path, 2, rate=400_000.0)  # a quarter of a second each
     two.write(0, 1)
     two.write(1, 1)
-    for one in two.ranks:  # as the kernel does
-        one.close()
+    for rank in two.ranks:  # as the kernel does
+        rank.close()
     until(lambda: two.found() == WHOLE, lambda: str(two.found()))
     until(lambda: not two.left_in_memory(), "memory to be free")
 
 
 def test_where_the_disk_fails_the_others_hear_of_it(two: Ranks, tmp_path: Path) -> None:
     (two.disk / "no").write_text("a file")
-    for one in two.ranks:
-        with one.directory(two.disk / "no" / "step-1") as path:
+    for rank in two.ranks:
+        with rank.directory(two.disk / "no" / "step-1") as path:
             (path / "x").write_text("x")
-    for one in two.ranks:
-        assert one.wait(60) and "Not a directory" in str(one.failures())
+    for rank in two.ranks:
+        assert rank.wait(60) and "Not a directory" in str(rank.failures())
     assert two.left_in_memory() == []
 
 
@@ -128,19 +128,19 @@ def test_a_link_comes_after_what_it_leads_to_and_replaces_what_had_its_name(two:
 
 
 def test_a_mover_that_is_killed_is_a_failure_and_files_go_to_disk_directly(two: Ranks, tmp_path: Path) -> None:
-    one = two.ranks[0]
+    first = two.ranks[0]
     two.write(0, 1)
-    os.kill(one._process.pid, signal.SIGKILL)
-    assert one.wait(60) and "ended with -9" in str(one.failures())
-    assert not one.has_room()
-    one.link(two.disk / "last", two.disk / "step-1")
-    assert one.wait(60) and "has ended" in str(one.failures())
-    left = sum(path.stat().st_size for path in two.left_in_memory())
-    assert left == 100_002, "nobody has moved it"
-    assert leftovers(str(two.memory), "job", dry_run=True) == left and leftovers(str(two.memory), "other") == 0
-    again = Ranks(tmp_path, 1, run="later")
+    os.kill(first._process.pid, signal.SIGKILL)
+    assert first.wait(60) and "ended with -9" in str(first.failures())
+    assert not first.has_room()
+    first.link(two.disk / "last", two.disk / "step-1")
+    assert first.wait(60) and "has ended" in str(first.failures())
+    nbytes = sum(path.stat().st_size for path in two.left_in_memory())
+    assert nbytes == 100_002, "nobody has moved it"
+    assert leftovers(str(two.memory), "job", dry_run=True) == nbytes and leftovers(str(two.memory), "other") == 0
+    later = Ranks(tmp_path, 1, run="later")
     assert not two.left_in_memory(), "a leftover of a run that is over"
-    again.close()
+    later.close()
     two.close()
     assert leftovers(str(two.memory), "job") == 0 and not list(two.memory.iterdir())
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from mlflash.channel.describe_ranks import Described, gather_ranks
 from mlflash.config import Config
 from mlflash.drain import index
-from mlflash.drain.index import Card, Place, RankTable, Stored
+from mlflash.drain.index import Card, Place, RankFiles, RankTable
 from mlflash.errors import CorruptSlot
 from mlflash.launch.lines import BadLine, Lines, pack
 from mlflash.memory.slot import COMMIT_START, MAX_GROUP, Attempt, Header, Kind, any_record, pack_record, unpack
@@ -245,7 +245,7 @@ def hostile_indexes(draw: st.DrawFn) -> bytes:
     return raw + draw(hostile_manifests() | st.just(encode_manifest(its.manifest)))
 
 
-FILES = [Stored(f"rank-0000{n}.h5", 4096, 2**64 - 1, f"rank-0000{n}.h5", 4096, 512, 88, 2**64 - 2) for n in range(2)]
+FILES = [RankFiles(f"rank-0000{n}.h5", 4096, 2**64 - 1, f"rank-0000{n}.h5", 4096, 512, 88, 2**64 - 2) for n in range(2)]
 
 
 def write_table() -> bytes:

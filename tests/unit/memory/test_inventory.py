@@ -14,8 +14,7 @@ from mlflash.memory.inventory import FOUND, Inventory, WantedStep, encode, join
 from mlflash.memory.node_directory import file_name
 from mlflash.memory.slot import Attempt, Kind
 from mlflash.memory.slot_pool import assign
-from mlflash.placement.protection_groups import place
-from mlflash.placement.redundancy_scheme import parse
+from mlflash.placement.redundancy import parse, place
 
 RUN_A, RUN_B = b"a" * 16, b"b" * 16
 RUN_NUMBERS = (0x3F9C_11D7_A6E2_5B48, 0xC471_0E8D_92F3_6AB5)  # no pattern in them, as in a real one

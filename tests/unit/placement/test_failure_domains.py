@@ -256,19 +256,19 @@ def test_a_node_finds_its_own_address_under_its_own_name(node: str, host: str) -
 
 
 def test_scontrol_of_a_tree_with_three_levels_and_a_leaf_at_the_root() -> None:
-    found = from_scontrol(THREE_LEVELS)
-    assert found.kinds == ("switch", "switch", "leaf switch")
-    assert found.of == {
+    domains = from_scontrol(THREE_LEVELS)
+    assert domains.kinds == ("switch", "switch", "leaf switch")
+    assert domains.of == {
         "n1": ("root", "row1", "leaf1"), "n2": ("root", "row2", "leaf2"),
         "extra0": ("root", "root", "leaf3"), "extra1": ("root", "root", "leaf3"),
     }  # fmt: skip
 
 
 def test_scontrol_of_aggregated_blocks() -> None:
-    found = from_scontrol(AGGREGATED)
-    assert found.kinds == ("aggregated block", "aggregated block", "block")
-    assert found.of["10.0.0.3"] == ("b[1-3]", "b[1-2]", "b2")
-    assert found.of["10.0.0.5"] == ("b[1-3]", "b3", "b3")
+    domains = from_scontrol(AGGREGATED)
+    assert domains.kinds == ("aggregated block", "aggregated block", "block")
+    assert domains.of["10.0.0.3"] == ("b[1-3]", "b[1-2]", "b2")
+    assert domains.of["10.0.0.5"] == ("b[1-3]", "b3", "b3")
     lost = "\n".join(line for line in AGGREGATED.splitlines() if "AggregatedBlock=b3" not in line)
     assert from_scontrol(lost).of["10.0.0.5"] == ("b[1-3]", "b[1-3]", "b3")
 
@@ -323,10 +323,10 @@ def address(text: str) -> Domains | None:
 ]), max_size=60).map("".join) | st.text(max_size=60))  # fmt: skip
 def test_any_text_raises_nothing_but_a_config_error(read: Callable[[str], Any], text: str) -> None:
     try:
-        found = read(text)
+        result = read(text)
     except ConfigError:
         return
-    if isinstance(found, Domains):
-        assert all(len(names) == len(found.kinds) for names in found.of.values())
-    elif found is not None:
-        assert all(host and not {*host} & {*",[] \n"} for host in found)
+    if isinstance(result, Domains):
+        assert all(len(names) == len(result.kinds) for names in result.of.values())
+    elif result is not None:
+        assert all(host and not {*host} & {*",[] \n"} for host in result)

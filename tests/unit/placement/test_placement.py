@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from unit.layouts import SCHEMES, layout
 
 from mlflash.errors import ConfigError
-from mlflash.placement.protection_groups import deal, place
-from mlflash.placement.redundancy_scheme import parse
+from mlflash.placement.redundancy import form_groups, parse, place
 from mlflash.placement.survival import Survival, describe, of, too_close
 from mlflash.placement.topology import Topology, from_node_ids
 
@@ -66,7 +65,7 @@ def test_every_rank_of_any_job_is_protected_by_as_many_other_nodes_as_it_can_be(
 )
 def test_no_group_has_more_nodes_of_a_domain_than_it_must_at_any_level(racks: list[tuple[str, str]], size: int) -> None:
     domains = [(row, f"{row}/{rack}") for row, rack in racks]
-    groups = deal(domains, size)
+    groups = form_groups(domains, size)
     assert sorted(node for group in groups for node in group) == list(range(len(domains)))
     for level in (0, 1):
         for name in {domain[level] for domain in domains}:
@@ -80,8 +79,8 @@ def test_a_spare_takes_the_place_of_a_dead_node_and_all_other_groups_stay() -> N
     before = place(layout(*[2] * 6), scheme, domains)
     assert before.node_groups == ((0, 2, 4), (1, 3, 5))
     domains[0] = ("B",)  # the spare stands in another rack: dealt anew, the groups would be others
-    again = place(layout(*[2] * 6), scheme, domains)
-    assert again.node_groups != before.node_groups
+    unrecorded = place(layout(*[2] * 6), scheme, domains)
+    assert unrecorded.node_groups != before.node_groups
     kept = place(layout(*[2] * 6), scheme, domains, before.parity_groups)
     assert (kept.parity_groups, kept.node_groups) == (before.parity_groups, before.node_groups)
 
@@ -110,12 +109,14 @@ def survival(scheme: str, *sizes: int) -> Survival:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @given(sizes=st.lists(st.integers(1, 3), min_size=2, max_size=8))
 def test_the_count_of_losses_survived_is_that_of_trying_each(scheme: str, sizes: list[int]) -> None:
-    found = survival(scheme, *sizes)
+    computed = survival(scheme, *sizes)
     nodes = len(sizes)
-    counted = [sum(found.survives(lost) for lost in itertools.combinations(range(nodes), n)) for n in range(nodes + 1)]
-    assert found.surviving(nodes) == counted
-    assert found.any_nodes == max(n for n in range(nodes + 1) if counted[n] == math.comb(nodes, n))
-    assert found.any_nodes == min(parse(scheme).losses, nodes - 1)
+    counted = [
+        sum(computed.survives(lost) for lost in itertools.combinations(range(nodes), n)) for n in range(nodes + 1)
+    ]
+    assert computed.surviving(nodes) == counted
+    assert computed.any_nodes == max(n for n in range(nodes + 1) if counted[n] == math.comb(nodes, n))
+    assert computed.any_nodes == min(parse(scheme).losses, nodes - 1)
 
 
 def test_survives_says_what_the_layout_survives() -> None:
@@ -132,13 +133,13 @@ def test_survives_says_what_the_layout_survives() -> None:
 @given(domains=st.text("ABCDE", min_size=3, max_size=12), scheme=st.sampled_from(SCHEMES))
 def test_the_domains_said_to_be_covered_are_those_found_by_trying_each(domains: str, scheme: str) -> None:
     topology = layout(*[1] * len(domains))
-    found = of(topology, place(topology, parse(scheme), [(name,) for name in domains]))
-    text = describe(found, {"rack": domains})
+    computed = of(topology, place(topology, parse(scheme), [(name,) for name in domains]))
+    text = describe(computed, {"rack": domains})
     names = sorted(set(domains), key=domains.index)
     racks = {name: [node for node, there in enumerate(domains) if there == name] for name in names}
-    fatal = [name for name in names if not found.survives(racks[name])]
+    fatal = [name for name in names if not computed.survives(racks[name])]
     pairs = list(itertools.combinations(names, 2))
-    bad = [(a, b) for a, b in pairs if not found.survives(racks[a] + racks[b])]
+    bad = [(a, b) for a, b in pairs if not computed.survives(racks[a] + racks[b])]
     if not 1 < len(names) < len(domains):
         assert "rack" not in text
     elif fatal:

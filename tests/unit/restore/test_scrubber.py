@@ -80,15 +80,15 @@ def rank(node_memory: NodeDirectory) -> Rank:
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """The bytes of blocks that are read, with the file that they are of."""
-    found: list[tuple[str, int]] = []
+    runs: list[tuple[str, int]] = []
     real = Slot.check_blocks
 
     def check(slot: Slot, extents: Extents, first: int, last: int) -> np.ndarray:
-        found.append((slot.name, (last - first) * extents.block_nbytes))
+        runs.append((slot.name, (last - first) * extents.block_nbytes))
         return real(slot, extents, first, last)
 
     monkeypatch.setattr(Slot, "check_blocks", check)
-    return found
+    return runs
 
 
 def kinds(rank: Rank) -> dict[str, Slot]:

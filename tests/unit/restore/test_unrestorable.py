@@ -35,14 +35,14 @@ def make(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[Checkpointer] = []
 
     def start(directory: Path | None = None, **settings: Any) -> Checkpointer:
-        for one in made:
-            one.close()
+        for checkpointer in made:
+            checkpointer.close()
         made.append(Checkpointer(directory, **{"job": "j", "memory": str(shm), "redundancy": "none", **settings}))
         return made[-1]
 
     yield start
-    for one in made:
-        one.close()
+    for checkpointer in made:
+        checkpointer.close()
 
 
 def state_at(step: int) -> dict[str, Any]:
@@ -64,8 +64,8 @@ def restored(ckpt: Checkpointer) -> int | None:
 
 def slots(shm: Path) -> dict[Path, bytes]:
     """The slots that hold something."""
-    found = {path: path.read_bytes() for path in sorted(shm.glob("mlflash-*/j/slot-*"))}
-    return {path: raw for path, raw in found.items() if raw[:8] == MAGIC}
+    content = {path: path.read_bytes() for path in sorted(shm.glob("mlflash-*/j/slot-*"))}
+    return {path: raw for path, raw in content.items() if raw[:8] == MAGIC}
 
 
 def change(path: Path, at: int, new: bytes) -> None:
@@ -221,9 +221,11 @@ def small(shm: Path, in_couriers: Callable[[str], None]) -> Callable[[], None]:
 
     def shrink() -> None:
         held = sum(path.stat().st_size for path in shm.glob("mlflash-*/j/slot-*"))
-        left = f"{held + memory_limits.headroom(held)} - sum(slot.stat().st_size for slot in Path(path).glob('slot-*'))"
+        expression = (
+            f"{held + memory_limits.headroom(held)} - sum(slot.stat().st_size for slot in Path(path).glob('slot-*'))"
+        )
         in_couriers("from pathlib import Path; from mlflash.commit import courier_state; "
-                    f"courier_state.available = lambda path: {{'tmpfs': {left}}}")  # fmt: skip
+                    f"courier_state.available = lambda path: {{'tmpfs': {expression}}}")  # fmt: skip
 
     return shrink
 
@@ -252,10 +254,10 @@ def test_newer_steps_in_memory_that_a_restore_from_the_directory_loses_are_named
     before = slots(shm)
     ckpt = make(pfs)
     assert restored(ckpt) == 1
-    (said,) = [text for text in caplog.messages if "memory has newer steps that cannot be restored" in text]
+    (message,) = [text for text in caplog.messages if "memory has newer steps that cannot be restored" in text]
     why = "written in another format" if how == "format" else "are damaged"
-    assert "step 3: " in said and "step 2: " in said and why in said and "step 1 of " in said
-    assert said.endswith("it would continue from step 1 and overwrite them")
+    assert "step 3: " in message and "step 2: " in message and why in message and "step 1 of " in message
+    assert message.endswith("it would continue from step 1 and overwrite them")
     assert before.items() <= slots(shm).items(), "until this run has committed"
     save(ckpt, 4)
     assert not before.items() & slots(shm).items() and restored(make(pfs)) == 4
@@ -321,7 +323,7 @@ def trace(rank: int, parities: int) -> Trace:
 
 
 def test_a_parity_group_that_lost_too_many_is_named() -> None:
-    left = [trace(rank, parities) for parities in (0, 1) for rank in (0, 1)]
-    why = inventory.why_unrestorable(left, {}, ["a", "b"])[1]
+    traces = [trace(rank, parities) for parities in (0, 1) for rank in (0, 1)]
+    why = inventory.why_unrestorable(traces, {}, ["a", "b"])[1]
     assert "ranks 2-3 of 4" in why and "2 of the 4 ranks 0-3 that protect each other have no slot" in why
     assert "at most 1 may be without" in why

@@ -31,8 +31,8 @@ Point = collections.namedtuple("Point", "x y")
 )  # fmt: skip
 def test_a_live_container_of_another_class_is_another_structure(saved: Any, live: Any, is_fine: bool) -> None:
     flat = flatten({"c": saved})
-    found = compare({"c": live}, flat.structure.tree, flat.structure.entries)
-    assert (found == []) is is_fine and all(one.startswith("c: ") for one in found)
+    differences = compare({"c": live}, flat.structure.tree, flat.structure.entries)
+    assert (differences == []) is is_fine and all(difference.startswith("c: ") for difference in differences)
 
 
 def test_a_named_tuple_whose_class_is_gone_or_changed_is_not_made(node_memory: Any, monkeypatch: Any) -> None:
@@ -71,8 +71,8 @@ def test_hostile_containers_are_refused(node: Any) -> None:
 def test_paths_that_read_alike_are_told_apart_in_any_order() -> None:
     for state in ({"a": {"b": 1}, "a.b": 2, 1: 3, "1": 4}, {"1": 4, 1: 3, "a.b": 2, "a": {"b": 1}}):
         flat = flatten(state)
-        found = {path: flat.plain[number] for path, number in plain_leaves(flat.structure.tree).items()}
-        assert found == {"'a'.'b'": 1, "'a.b'": 2, "1": 3, "'1'": 4}
+        by_path = {path: flat.plain[number] for path, number in plain_leaves(flat.structure.tree).items()}
+        assert by_path == {"'a'.'b'": 1, "'a.b'": 2, "1": 3, "'1'": 4}
     assert unique([("a", "x"), ("b", "a"), ("a", "y")]) == ["x", "b", "y"]
     with pytest.raises(errors.StateError, match="two leaves have one path"):
         unique([("a", "x"), ("a", "x")])

@@ -67,10 +67,10 @@ def test_a_state_that_is_refused_has_changed_nowhere(ckpt: Checkpointer, change:
         optimizer = torch.optim.AdamW([{"params": [p]} for p in other.parameters()], lr=0.1)
     state = {"m": other, "o": optimizer, "w": torch.ones(4 if change == "a tensor beside them" else 3)}
     before = bits(state)
-    said = {"last layer": "m.2.weight: .3, 5. in the checkpoint, .4, 5. in the state given",
+    texts = {"last layer": "m.2.weight: .3, 5. in the checkpoint, .4, 5. in the state given",
             "parameter groups": "o: an optimizer of groups of .4. parameters in the checkpoint, of .1, 1, 1, 1.",
             "a tensor beside them": "w: tensor float32 .3. in the checkpoint"}  # fmt: skip
-    with pytest.raises(errors.StructureMismatch, match=said[change]) as caught:
+    with pytest.raises(errors.StructureMismatch, match=texts[change]) as caught:
         ckpt.restore(state)
     assert bits(state) == before and "undefined" not in str(caught.value)
     ckpt.save(2, state).wait()
@@ -202,13 +202,13 @@ PAIRS: list[tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = [
 def test_a_module_is_refused_only_where_loading_would(pair: tuple[Any, Any]) -> None:
     saved, live = pair[0](), pair[1]()
     flat = flatten({"m": saved})
-    found = compare({"m": live}, flat.structure.tree, flat.structure.entries)
+    differences = compare({"m": live}, flat.structure.tree, flat.structure.entries)
     try:
         live.load_state_dict(dict(saved.state_dict()))
     except RuntimeError as error:
-        assert found, f"known too late: {error}"
+        assert differences, f"known too late: {error}"
     else:
-        assert not found
+        assert not differences
 
 
 @pytest.mark.parametrize(("live", "why"), [
@@ -217,8 +217,8 @@ def test_a_module_is_refused_only_where_loading_would(pair: tuple[Any, Any]) -> 
 ])  # fmt: skip
 def test_what_torch_would_convert_or_not_load_is_refused(live: Callable[[], nn.Module], why: str) -> None:
     flat = flatten({"m": nn.Linear(3, 3)})
-    found = compare({"m": live()}, flat.structure.tree, flat.structure.entries)
-    assert len(found) == 2 and any(one.startswith(why) for one in found)
+    differences = compare({"m": live()}, flat.structure.tree, flat.structure.entries)
+    assert len(differences) == 2 and any(difference.startswith(why) for difference in differences)
 
 
 def test_moments_of_another_dtype_than_their_parameter_keep_their_bits() -> None:
@@ -241,7 +241,7 @@ def test_moments_of_another_dtype_than_their_parameter_keep_their_bits() -> None
 
 
 def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [value for one in optimizer.state.values() for value in one.values()]
+    return [value for of_parameter in optimizer.state.values() for value in of_parameter.values()]
 
 
 def test_an_optimizers_tensors_stay_where_they_are(ckpt: Checkpointer) -> None:

@@ -17,9 +17,9 @@ from mlflash.channel.describe_ranks import Described, gather_ranks
 from mlflash.errors import StructureMismatch
 from mlflash.mpi.world import World
 from mlflash.placement.topology import this_node
+from mlflash.state.boxes import cut
 from mlflash.state.leaves import Entry
-from mlflash.state.old_ranks import OldRanks, RankStructure
-from mlflash.state.shards import Fragment, cut
+from mlflash.state.old_ranks import Fragment, OldRanks, RankStructure
 
 ALONE = World(None, this_node(), math.inf)
 
@@ -48,15 +48,16 @@ class Held(NamedTuple):
 
 def ranks_of(held: Sequence[Held], near: Collection[int] = (), compared: bool = True) -> OldRanks:
     """What ranks hold of one tensor, one entry each, as all of them tell each other."""
-    mine = {
-        one.rank: Described.of([one.entry], ["e", 0], [], {} if one.check is None else {0: one.check}) for one in held
+    described = {
+        tensor.rank: Described.of([tensor.entry], ["e", 0], [], {} if tensor.check is None else {0: tensor.check})
+        for tensor in held
     }
-    return gather_ranks(ALONE, mine).old_ranks(compared, {}, near)
+    return gather_ranks(ALONE, described).old_ranks(compared, {}, near)
 
 
 def parts(want: Entry, held: Sequence[Held], rank: int, near: Collection[int] = ()) -> list[Fragment] | None:
-    found = ranks_of(held, near).parts(want, rank)
-    return None if found is None else [*found]
+    made = ranks_of(held, near).parts(want, rank)
+    return None if made is None else [*made]
 
 
 @given(data=st.data(), whole=st.lists(st.integers(1, 7), max_size=3).map(tuple))
@@ -66,11 +67,11 @@ def test_any_sharding_is_made_of_any_other(data: Any, whole: tuple[int, ...]) ->
     copies = data.draw(st.integers(1, 2))
     held = [Held(rank, entry(whole, o, s), None if s != whole else 7) for rank, (o, s) in enumerate(old * copies)]
     for offset, shape in sharding(data, whole):
-        found = parts(entry(whole, offset, shape), held, data.draw(st.integers(0, 9)), {0, 1})
+        fragments = parts(entry(whole, offset, shape), held, data.draw(st.integers(0, 9)), {0, 1})
         made = np.full(shape, -1, dtype="<i4")
-        for part in found or ():
-            one = held[part.rank].entry
-            shard = tensor[tuple(slice(a, a + n) for a, n in zip(one.offset, one.shape, strict=True))]
+        for part in fragments or ():
+            source = held[part.rank].entry
+            shard = tensor[tuple(slice(a, a + n) for a, n in zip(source.offset, source.shape, strict=True))]
             box = tuple(slice(a, a + n) for a, n in zip(part.source, part.shape, strict=True))
             made[tuple(slice(a, a + n) for a, n in zip(part.target, part.shape, strict=True))] = shard[box]
         wanted = tensor[tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))]
@@ -126,12 +127,12 @@ TREE = ["d", [["plain", ["p", 0]], ["other", ["p", 1]]]]
 
 
 def test_ranks_that_nobody_compared_are_not_called_private() -> None:
-    one = Entry("w", "tensor", "float32", (4,), (0,), (4,), 0, 16)
-    mine = {rank: Described.of([one], ["e", 0], [], {}) for rank in range(3)}
-    olds = gather_ranks(ALONE, mine).old_ranks(False, {}, [])
+    tensor = Entry("w", "tensor", "float32", (4,), (0,), (4,), 0, 16)
+    described = {rank: Described.of([tensor], ["e", 0], [], {}) for rank in range(3)}
+    olds = gather_ranks(ALONE, described).old_ranks(False, {}, [])
     assert not olds.compared and not olds.is_private(olds.spots["w"])
-    assert [part.rank for part in olds.parts(one, 7) or ()] == [1]
-    assert [part.rank for part in olds.parts(one, 7, only=2) or ()] == [2]
+    assert [part.rank for part in olds.parts(tensor, 7) or ()] == [1]
+    assert [part.rank for part in olds.parts(tensor, 7, only=2) or ()] == [2]
     with pytest.raises(KeyError):
         olds[3]
 

@@ -36,18 +36,18 @@ def test_every_torch_dtype_round_trips(store: Store, dtype: str) -> None:
 
 
 def test_no_torch_dtype_is_forgotten() -> None:
-    found = {str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)}
+    dtypes = {str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)}
     quantized = {"qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
     sub_byte = {f"{s}int{n}" for s in ("", "u") for n in range(1, 8)}
     since_2_14 = {"bcomplex32"}
-    assert found - quantized - sub_byte | since_2_14 == set(leaves.TORCH_ITEM_NBYTES)
+    assert dtypes - quantized - sub_byte | since_2_14 == set(leaves.TORCH_ITEM_NBYTES)
 
 
 def test_tied_tensors_are_stored_once_and_tied_again(store: Store) -> None:
     tensor = torch.randn(50_000)
     store.write({"a": tensor, "b": [tensor], "c": tensor[:25_000], "n": tensor.numpy()})
-    one, part = 200_000, 100_000
-    assert store.extents.payload_nbytes < 2 * one + part + 1024  # once as a tensor, once as an array
+    tensor_nbytes, part = 200_000, 100_000
+    assert store.extents.payload_nbytes < 2 * tensor_nbytes + part + 1024  # once as a tensor, once as an array
     loaded = store.load()
     assert loaded["a"] is loaded["b"][0]
     loaded["a"][0] = 7.0
@@ -81,14 +81,14 @@ def test_a_state_that_contains_itself_is_refused() -> None:
 def test_a_changed_structure_names_both_sides(store: Store) -> None:
     store.write({"w": torch.zeros(3, 4), "old": 1, "l": [1, 2], "t": torch.zeros(2), "p": 3})
     live = {"w": torch.zeros(4, 4), "new": 1, "l": [1, 2, 3], "t": torch.zeros(2).half(), "p": {}}
-    found = compare(live, store.manifest.tree, store.manifest.entries)
-    assert "w: tensor float32 [3, 4] in the checkpoint, tensor float32 [4, 4] in the state given" in found
-    assert "new: in the state given, not in the checkpoint" in found
-    assert "old: in the checkpoint, not in the state given" in found
-    assert "l: 2 items in the checkpoint, 3 in the state given" in found
-    assert "t: tensor float32 [2] in the checkpoint, tensor float16 [2] in the state given" in found
-    assert "p: a plain value in the checkpoint, a dict in the state given" in found
-    assert len(found) == 6
+    differences = compare(live, store.manifest.tree, store.manifest.entries)
+    assert "w: tensor float32 [3, 4] in the checkpoint, tensor float32 [4, 4] in the state given" in differences
+    assert "new: in the state given, not in the checkpoint" in differences
+    assert "old: in the checkpoint, not in the state given" in differences
+    assert "l: 2 items in the checkpoint, 3 in the state given" in differences
+    assert "t: tensor float32 [2] in the checkpoint, tensor float16 [2] in the state given" in differences
+    assert "p: a plain value in the checkpoint, a dict in the state given" in differences
+    assert len(differences) == 6
 
 
 # A state that is taken apart again
@@ -127,10 +127,10 @@ def test_an_object_that_raises_is_not_asked_again(error: Exception) -> None:
         trapped = False
 
         def state_dict(self) -> dict[str, Any]:
-            found = super().state_dict()
+            state = super().state_dict()
             if self.trapped:
                 raise error
-            return found
+            return state
 
     flattener, trap = Flattener(), Trap({"x": torch.zeros(2)})
     flattener.flatten({"first": trap})

@@ -83,8 +83,8 @@ def test_a_loader_that_has_not_begun_does_not_begin_by_a_restore(node_memory: An
 
 
 def classes(base: Any, modules: list[Any]) -> list[Any]:
-    found = [kind for module in modules for kind in vars(module).values() if inspect.isclass(kind)]
-    return [kind for kind in found if issubclass(kind, base) and kind is not base and kind.__name__[0] != "_"]
+    kinds = [kind for module in modules for kind in vars(module).values() if inspect.isclass(kind)]
+    return [kind for kind in kinds if issubclass(kind, base) and kind is not base and kind.__name__[0] != "_"]
 
 
 def test_each_optimizer_schedule_and_module_of_torch_is_in_the_table_or_is_plain() -> None:

@@ -127,9 +127,9 @@ def test_a_storage_can_be_resized_after_a_save_and_a_restore(store: Store, size:
     for _ in range(2):
         store.write({"t": tensor, "p": other})
     store.fill({"t": tensor, "p": other})
-    for one in (tensor, other):
-        one.untyped_storage().resize_(one.nbytes * 2)
-        one.untyped_storage().resize_(0)
+    for tensor_to_resize in (tensor, other):
+        tensor_to_resize.untyped_storage().resize_(tensor_to_resize.nbytes * 2)
+        tensor_to_resize.untyped_storage().resize_(0)
 
 
 def test_a_storage_that_is_copied_later_cannot_be_resized_meanwhile(store: Store) -> None:

@@ -126,9 +126,9 @@ def trainer(node_memory: NodeDirectory) -> Iterator[TrainerHeartbeat]:
 
 def heard(shm: Path) -> dict[str, Any]:
     """What the only rank says, which can be read."""
-    (said,), unread = read_heartbeats(str(shm), "j")
-    assert unread == [] and why_unread(said) == "" and why_unread(json.loads(json.dumps(said))) == ""
-    return said
+    (report,), unread = read_heartbeats(str(shm), "j")
+    assert unread == [] and why_unread(report) == "" and why_unread(json.loads(json.dumps(report))) == ""
+    return report
 
 
 def page(look: Look, width: int = 120) -> str:
@@ -159,9 +159,9 @@ class Nodes:
         if what == "stacks":
             self.kills.append(fields["pids"])
             return {}
-        found = read_heartbeats(str(self._shm), "j")
+        reports = read_heartbeats(str(self._shm), "j")
         rest = {"free": 1, "gpus": 0, "gpu_error": "", "interface": None, "steps": []}
-        return {"a": rest | {"heartbeats": found.heartbeats, "unread": found.unread}}
+        return {"a": rest | {"heartbeats": reports.heartbeats, "unread": reports.unread}}
 
 
 def test_two_processes_write_their_parts_at_the_same_time_and_readers_find_both_whole(
@@ -173,22 +173,22 @@ def test_two_processes_write_their_parts_at_the_same_time_and_readers_find_both_
     seen: list[tuple[int, int]] = []
 
     def both_are_through() -> bool:
-        said = heard(shm)
-        seen.append((-1 if said["saved"] is None else said["saved"], said["committed"] or -1))
+        report = heard(shm)
+        seen.append((-1 if report["saved"] is None else report["saved"], report["committed"] or -1))
         return seen[-1] == (1999, 1999)
 
     until(both_are_through, lambda: f"the last step of both: {seen[-1]}")
-    assert [one[0] for one in seen] == sorted(one[0] for one in seen)
-    assert [one[1] for one in seen] == sorted(one[1] for one in seen)
+    assert [steps[0] for steps in seen] == sorted(steps[0] for steps in seen)
+    assert [steps[1] for steps in seen] == sorted(steps[1] for steps in seen)
     for process in (trainer, courier):
         process.hear()
-    said = heard(shm)
-    assert (said["pid"], said["alive"], said["courier_pid"], said["courier_alive"]) == (
+    report = heard(shm)
+    assert (report["pid"], report["alive"], report["courier_pid"], report["courier_alive"]) == (
         trainer.pid, True, courier.pid, True)  # fmt: skip
-    assert said["saves"] == 2000 and said["times"].keys() == {"made", "saved", "committed"}
+    assert report["saves"] == 2000 and report["times"].keys() == {"made", "saved", "committed"}
     trainer.does("saved", 1999, 0.25, 77, False, True)
     assert heard(shm)["nbytes"] == 77, "no courier in its process writes what it has noted"
-    assert state_of(said) == "training" and "courier" not in shown(shm)
+    assert state_of(report) == "training" and "courier" not in shown(shm)
     assert 'mlflash_courier_up{job_name="j",node="n0",rank="1"} 1.0' in metrics(shm)
 
 
@@ -206,9 +206,9 @@ def test_a_courier_that_died_is_shown_as_such_and_is_no_dead_rank(
     assert nodes.kills == [[os.getpid(), courier.pid]]
     assert watch.dead() == "" and "courier" not in caplog.text
     courier.kill()
-    said = heard(shm)
-    assert (said["alive"], said["courier_alive"], said["committed"]) == (True, False, 5)
-    assert state_of(said) == "no courier"
+    report = heard(shm)
+    assert (report["alive"], report["courier_alive"], report["committed"]) == (True, False, 5)
+    assert state_of(report) == "no courier"
     text = shown(shm)
     assert "no courier" in text and "no courier on rank 1: training continues" in text and "1 of 4 ranks" in text
     assert 'mlflash_courier_up{job_name="j",node="n0",rank="1"} 0.0' in metrics(shm)
@@ -226,8 +226,8 @@ def test_a_rank_in_a_container_of_its_own_is_not_called_dead_and_nobody_gets_its
     shm: Path, start: Callable[..., Process]
 ) -> None:
     start("trainer", before=["unshare", "--pid", "--fork", "--kill-child"])
-    said = heard(shm)
-    assert (said["pid"], said["alive"], said["courier_pid"]) == (0, True, None)
+    report = heard(shm)
+    assert (report["pid"], report["alive"], report["courier_pid"]) == (0, True, None)
     nodes = Nodes(shm)
     looks = Looks(nodes, str(shm), "j", 0, "")  # type: ignore[arg-type]
     watch = Watch(looks, "r", ["a"], 4, 0)
@@ -260,8 +260,8 @@ def test_a_trainer_that_hangs_is_seen_to_hang_though_its_courier_gets_on_whateve
     now, here_s = now + 1000, 1000.0
     trainer.flush()
     looks.look(["a"])
-    said = heard(shm)
-    assert said["alive"] and said["courier_alive"] and watch.hangs() and not patient.hangs()
+    report = heard(shm)
+    assert report["alive"] and report["courier_alive"] and watch.hangs() and not patient.hangs()
     looks.look([])
     looks._said.clear()
     assert not watch.hangs(), "no node answers: nothing is known"
@@ -289,19 +289,26 @@ def test_parts_that_are_torn_hostile_or_of_another_version_cost_what_they_say_an
         with file.open("r+b") as part:
             part.seek(PART_NBYTES)
             part.write(text.encode("latin-1").ljust(PART_NBYTES))
-        (said,), (why,) = read_heartbeats(str(shm), "j")
+        (report,), (why,) = read_heartbeats(str(shm), "j")
         assert "pulse-0000 cannot be read: " in why and why.endswith(" in what the courier says"), (text, why)
-        assert said["committed"] is said["courier_pid"] is None and said["alive"] and why_unread(said) == "", text
+        assert report["committed"] is report["courier_pid"] is None and report["alive"] and why_unread(report) == "", (
+            text
+        )
         assert "starting" in shown(shm) and "mlflash_courier_up" not in metrics(shm)
     lies = {"alive": False, "pid": 1, "beat": 1e12, "run": "x", "saved": 99, "rank": 1, "version": "9.9",
             "restored": 5, "times": {"made": 1.0, "restored": 2.0}}  # fmt: skip
     with file.open("r+b") as part:
         part.seek(PART_NBYTES)
         part.write(encode({**good, **lies}))
-    said = heard(shm)
-    assert (said["alive"], said["pid"], said["run"], said["saved"], said["restored"]) == (
+    report = heard(shm)
+    assert (report["alive"], report["pid"], report["run"], report["saved"], report["restored"]) == (
         True, os.getpid(), "r", None, None)  # fmt: skip
-    assert said["beat"] < 1e12 and said["version"] != "9.9" and said["times"]["made"] > 1 and said["committed"] == 3
+    assert (
+        report["beat"] < 1e12
+        and report["version"] != "9.9"
+        and report["times"]["made"] > 1
+        and report["committed"] == 3
+    )
     with file.open("r+b") as part:
         part.seek(PART_NBYTES)
         part.write(encode({**good, "rank": 2}))
@@ -330,22 +337,22 @@ def test_the_golden_file_reads_as_documented_and_one_of_another_format_is_refuse
     }  # fmt: skip
     other = GOLDEN.read_bytes().replace(b'"format":1', b'"format":2')
     file.write_bytes(other)
-    (found, (why,)) = read_heartbeats(str(shm), "j")
-    assert found == [] and "cannot be read: written by version 0.1.0 (this is" in why and "$.format" in why
-    said = json.loads(other[:PART_NBYTES]) | {"alive": True, "committed": None}
-    assert "$.format" in why_unread(said), "as another node sends"
+    (reports, (why,)) = read_heartbeats(str(shm), "j")
+    assert reports == [] and "cannot be read: written by version 0.1.0 (this is" in why and "$.format" in why
+    report = json.loads(other[:PART_NBYTES]) | {"alive": True, "committed": None}
+    assert "$.format" in why_unread(report), "as another node sends"
 
 
 # mlflash top: the page, and the command in a real terminal, beside a real job that is killed
 
 
 def reported(rank: int, **changes: Any) -> dict[str, Any]:
-    said = {"format": 1, "run": "", "rank": rank, "ranks": 4, "node": f"n{rank // 2}", "nodes": 2, "pid": 7,
+    report = {"format": 1, "run": "", "rank": rank, "ranks": 4, "node": f"n{rank // 2}", "nodes": 2, "pid": 7,
             "alive": True, "state": "started", "restored": None, "source": "", "saved": 20, "committed": 10,
             "beat": 100.0, "redundancy": "xor:4", "times": {"made": 1.0, "restored": 40.0, "committed": 90.0},
             "saves": 6, "failed": 0, "stall_s": 0.02, "commit_s": 0.5, "nbytes": 1 << 30, "protect_s": 0.5,
             "held": 4 << 30}  # fmt: skip
-    return {**said, **changes}
+    return {**report, **changes}
 
 
 def test_the_page_says_who_is_alive_how_far_they_are_and_what_it_costs() -> None:
@@ -381,8 +388,8 @@ def test_what_needs_a_person_is_said() -> None:
 
 def test_pulses_of_another_version_and_torn_ones_are_said_to_be_so_and_the_others_are_shown(shm: Path) -> None:
     memory = NodeDirectory(str(shm), "j")
-    mine = TrainerHeartbeat(memory, RankFacts(0, 1, 0, "n0", ""))
-    mine.beat("saved", saved=3)
+    own = TrainerHeartbeat(memory, RankFacts(0, 1, 0, "n0", ""))
+    own.beat("saved", saved=3)
     directory = Path(memory.path)
     good = json.loads((directory / "pulse-0000").read_bytes()[:PART_NBYTES])
     strange = {"version": "9.9", "rank": 1}, [1], {**good, "restored": 7}, {**good, "stall_s": "long"}
@@ -393,7 +400,7 @@ def test_pulses_of_another_version_and_torn_ones_are_said_to_be_so_and_the_other
         file.write_text(text)
     try:
         heard = read_heartbeats(str(shm), "j")
-        assert [one["saved"] for one in heard.heartbeats] == [3] and len(heard.unread) == len(texts) - 1
+        assert [report["saved"] for report in heard.heartbeats] == [3] and len(heard.unread) == len(texts) - 1
         assert all(f"pulse-{number:04d} cannot be read: " in text for number, text in enumerate(heard.unread, 1))
         assert "cannot be read: written by version 9.9 (this is" in heard.unread[0] and live_jobs(str(shm)) == ["j"]
         for words in (["--once"], ["--json"]):
@@ -402,7 +409,7 @@ def test_pulses_of_another_version_and_torn_ones_are_said_to_be_so_and_the_other
             assert "version 9.9" in " ".join(done.stdout.split()), done.stdout
             assert ("1 of 1 ranks alive" in done.stdout) == (words == ["--once"])
     finally:
-        mine.end("ended")
+        own.end("ended")
         memory.close()
 
 
@@ -458,8 +465,8 @@ with mlflash.Checkpointer(job="watched", memory=sys.argv[1]) as ckpt:
             terminal(start=f"{MLFLASH} top --memory {memory} && touch {ready}; sleep infinity")
             page = r"mlflash watched.*4 of 4 ranks alive on 1 of 1 node.*step (\d+), every "
             until(lambda: is_shown(page, "training"), terminal)
-            found = re.search(r"step (\d+)", terminal())
-            first = int(found[1]) if found else 0
+            match = re.search(r"step (\d+)", terminal())
+            first = int(match[1]) if match else 0
             until(lambda: any(int(step) >= first + 10 for step in re.findall(r"step (\d+)\b", terminal())), terminal)
         finally:
             signal_group(job, signal.SIGKILL)

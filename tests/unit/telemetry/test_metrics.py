@@ -27,13 +27,13 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def samples(text: str) -> dict[str, float]:
     """Values by name; each sample must have the labels that say whose it is."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         assert family.documentation.endswith(".")
         for sample in family.samples:
             assert sample.labels.keys() == {"job_name", "node", "rank"} and sample.labels["job_name"] == "j"
-            found[sample.name] = sample.value
-    return found
+            values[sample.name] = sample.value
+    return values
 
 
 @pytest.fixture
@@ -55,16 +55,16 @@ def test_the_endpoint_says_what_the_report_says_and_is_on_loopback_only(shm: Pat
     with Checkpointer(job="j", memory=str(shm), redundancy="none", metrics=f":{port}") as ckpt:
         report = saved(ckpt, range(3))
         url = f"http://127.0.0.1:{port}/metrics"
-        found = samples(urllib.request.urlopen(url, timeout=60).read().decode())
+        values = samples(urllib.request.urlopen(url, timeout=60).read().decode())
         listening = {line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
                      if line.split()[3] == "0A"}  # fmt: skip
         assert f"0100007F:{port:04X}" in listening and f"00000000:{port:04X}" not in listening
-    assert found["mlflash_up"] == 1 and found["mlflash_checkpoints_total"] == 3
-    assert found["mlflash_committed_step"] == found["mlflash_saved_step"] == 2
-    assert found["mlflash_failed_saves_total"] == 0
-    assert found["mlflash_stalled_seconds_total"] == pytest.approx(report["seconds"]["stall"], abs=1e-5)
-    assert found["mlflash_memory_bytes"] == sum(slot["nbytes"] for slot in report["slots"])
-    assert {"mlflash_stall_seconds", "mlflash_commit_seconds", "mlflash_slot_bytes"} <= found.keys()
+    assert values["mlflash_up"] == 1 and values["mlflash_checkpoints_total"] == 3
+    assert values["mlflash_committed_step"] == values["mlflash_saved_step"] == 2
+    assert values["mlflash_failed_saves_total"] == 0
+    assert values["mlflash_stalled_seconds_total"] == pytest.approx(report["seconds"]["stall"], abs=1e-5)
+    assert values["mlflash_memory_bytes"] == sum(slot["nbytes"] for slot in report["slots"])
+    assert {"mlflash_stall_seconds", "mlflash_commit_seconds", "mlflash_slot_bytes"} <= values.keys()
     with pytest.raises(OSError):
         urllib.request.urlopen(url, timeout=60)
 
@@ -74,13 +74,13 @@ def test_what_another_version_left_there_is_a_warning_and_so_is_memory_that_cann
 ) -> None:
     with Checkpointer(job="j", memory=str(shm), redundancy="none", metrics=f":{port}") as ckpt:
         directory = Path(ckpt.report()["memory"])
-        left = directory / "pulse-0009"
-        left.touch(0o600)
-        left.write_text('{"version": "9.9", "rank": 9, "pid": 1}')
+        leftover = directory / "pulse-0009"
+        leftover.touch(0o600)
+        leftover.write_text('{"version": "9.9", "rank": 9, "pid": 1}')
         url = f"http://127.0.0.1:{port}/metrics"
         for _ in range(2):
-            found = samples(urllib.request.urlopen(url, timeout=60).read().decode())
-            assert found["mlflash_up"] == 1
+            values = samples(urllib.request.urlopen(url, timeout=60).read().decode())
+            assert values["mlflash_up"] == 1
         assert caplog.text.count("pulse-0009 cannot be read: written by version 9.9") == 1
         directory.chmod(0o755)
         assert samples(urllib.request.urlopen(url, timeout=60).read().decode()) == {}
@@ -115,9 +115,9 @@ def test_tensorboard_has_the_scalars_of_each_checkpoint(shm: Path, tmp_path: Pat
         ckpt.wait()
         scalars.write()
     writer.close()
-    found = accumulator.EventAccumulator(str(tmp_path)).Reload()
-    assert sorted(found.Tags()["scalars"]) == [
+    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert sorted(events.Tags()["scalars"]) == [
         f"mlflash/{name}" for name in ("commit_s", "failed", "nbytes", "stall_s")
     ]
-    stalls = found.Scalars("mlflash/stall_s")
-    assert [(one.step, one.value) for one in stalls] == [(s.step, pytest.approx(s.stall_s)) for s in snapshots]
+    stalls = events.Scalars("mlflash/stall_s")
+    assert [(stall.step, stall.value) for stall in stalls] == [(s.step, pytest.approx(s.stall_s)) for s in snapshots]

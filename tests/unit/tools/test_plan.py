@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from mlflash import Checkpointer
 from mlflash.cli import main
-from mlflash.placement.protection_groups import place
-from mlflash.placement.redundancy_scheme import parse
+from mlflash.placement.redundancy import parse, place
 from mlflash.placement.survival import of
 from mlflash.text import read_bytes, read_seconds, show_bytes, show_seconds
 from mlflash.tools.plan import SCHEMES, Costs, Job, node_nbytes, scheme_costs, share_uncovered, waste

@@ -12,7 +12,7 @@ from ..errors import DeadlineExceeded, DrainFailed, MlflashError
 from ..events import Event
 from ..memory.slot import Attempt
 from ..storage.store import Store
-from .index import Stored
+from .index import RankFiles
 
 if TYPE_CHECKING:
     from ..channel.client import Client
@@ -32,9 +32,9 @@ class Drain:
         error: why it failed; None if it has not failed.
     """
 
-    def __init__(self, step: int, look: Callable[[], None] = lambda: None, patience_s: float = float("inf")):
+    def __init__(self, step: int, check: Callable[[], None] = lambda: None, patience_s: float = float("inf")):
         self.step = step
-        self._look = look  # called again and again while somebody waits
+        self._check = check  # called again and again while somebody waits
         self._patience_s = patience_s
         self.path = ""
         self.nbytes = self.written = 0
@@ -42,7 +42,7 @@ class Drain:
         self.error: MlflashError | None = None
         self.progress = 0  # grows while this rank makes progress
         self.inside: Store | None = None  # the folder; None before it has a name
-        self.stored: dict[int, Stored] = {}  # written by this rank, by the rank whose state it is
+        self.stored: dict[int, RankFiles] = {}  # written by this rank, by the rank whose state it is
         self.attempt: Attempt | None = None
         self.moved = time.monotonic()  # when any rank last made progress
         # the ranks that do not answer while no rank makes progress, as numbers and in words
@@ -76,7 +76,7 @@ class Drain:
         """
         end = float("inf") if timeout is None else time.monotonic() + timeout
         while not self._ended.wait(max(0.0, min(_NAP_S, end - time.monotonic()))):
-            self._look()
+            self._check()
             now = time.monotonic()
             if now - self.moved > self._patience_s:
                 raise self._late(f"no rank made progress for {self._patience_s:g} s")
@@ -93,7 +93,6 @@ class Drain:
                                 ranks=ranks)  # fmt: skip
 
     def note_progress(self) -> None:
-        """Note that some rank has made progress."""
         self.moved, self.silent = time.monotonic(), ((), "")
         self.on_change()
 

@@ -1,6 +1,6 @@
 """What a process hands in to a drain → what goes into each rank's file, whatever its format.
 
-What all ranks hold alike, and what sets of them share, is dealt out, so that it is written once.
+What all ranks hold alike, and what sets of them share, is divided, so that it is written once.
 
 As HDF5 a rank has one file, which begins with its card. DCP's files have no room for a card: there the card and the
 index are files of their own, and so is the file that commits the checkpoint.
@@ -24,10 +24,10 @@ from ..state.layout import PAGE_NBYTES
 from ..state.leaves import Entry, apart, ties_of
 from ..state.rebuild import Read
 from ..storage.file_holes import FileWithHoles, Source
-from .index import CARD_NBYTES, Card, Place, Places, Stored, encode_index, first_names, numbers_of, rows_of
+from .index import CARD_NBYTES, Card, Place, Places, RankFiles, encode_index, first_names, numbers_of, rows_of
 
 _CHECK = (1 << 64) - 1  # keeps 64 of 128 bits
-_WHOLE_NBYTES = 1 << 20  # smaller tensors are not divided
+_UNDIVIDED_NBYTES = 1 << 20  # smaller tensors are not divided
 Rows = tuple[int, int, int]  # number of a tensor, first row, row after the last
 
 
@@ -70,6 +70,7 @@ class Part:
 class RankContent:
     """What goes into the file of a rank."""
 
+    home: RankCheckpoint
     parts: list[Part]
     sources: list[Source]
     commons: list[int]  # for each entry of the slot, the lowest of the ranks that hold it alike; -1: only this one does
@@ -79,18 +80,19 @@ class RankContent:
     checks: np.ndarray  # one for each block of each part
     first_checks: list[int]  # where the checksums of each part begin
 
-    def places(self, home: RankCheckpoint, data: str, starts: Sequence[int | None]) -> Places:
+    def places(self, data: str, starts: Sequence[int | None]) -> Places:
         """Where the parts are in a file, given where each begins there; None: it is compressed."""
-        numbers = numbers_of(home.manifest.entries)
+        numbers = numbers_of(self.home.manifest.entries)
         place_of = {}
         for part, start, first in zip(self.parts, starts, self.first_checks, strict=True):
-            entry, whole = part.entry, part.tensor
-            begin, rows = (entry.offset[0] - whole.offset[0], entry.shape[0]) if entry.shape else (0, 1)
+            entry, tensor = part.entry, part.tensor
+            begin, rows = (entry.offset[0] - tensor.offset[0], entry.shape[0]) if entry.shape else (0, 1)
             place_of[numbers[entry.name]] = Place(start or 0, entry.nbytes, begin, rows, first, start is None)
         return Places(data, self.block_nbytes, self.checks, place_of)
 
-    def index(self, home: RankCheckpoint, places: Places) -> tuple[bytes, int]:
+    def index(self, places: Places) -> tuple[bytes, int]:
         """The encoded index of the file, and how many bytes of it say where everything is."""
+        home = self.home
         raw = home.slot.view[PAGE_NBYTES : PAGE_NBYTES + home.header.manifest_nbytes].tobytes()
         return encode_index(raw, home.header.extents.payload_nbytes, places)
 
@@ -133,7 +135,7 @@ def content_of(rank: int, home: RankCheckpoint, common: Sequence[Entry], survey:
     nth = siblings.index(rank) if shared else 0
     begins = []
     for tensors, ranks, nth_rank in ((common, world_size, rank), (shared, len(siblings), nth)):
-        dealt = list(deal(tensors, ranks, nth_rank)) if tensors else []
+        dealt = list(divide(tensors, ranks, nth_rank)) if tensors else []
         begins.append(_position(tensors, *dealt[0][:2]) if dealt else -1)
         for number, begin, end in dealt:
             tensor = tensors[number]
@@ -162,7 +164,7 @@ def content_of(rank: int, home: RankCheckpoint, common: Sequence[Entry], survey:
     commons = [alike.get(name, -1) if entry.nbytes else -1 for entry, name in zip(entries, names, strict=True)]
     ties = {entry.name: name for entry, name in zip(entries, names, strict=True) if entry.name != name}
     sums = np.array(checks, dtype="<u8")
-    return RankContent(parts, sources, commons, described, ties, block_nbytes, sums, first_checks)
+    return RankContent(home, parts, sources, commons, described, ties, block_nbytes, sums, first_checks)
 
 
 def _position(entries: Sequence[Entry], number: int, row: int) -> int:
@@ -212,6 +214,7 @@ class Receipt:
     """What a rank's files hold, for the file that commits the checkpoint."""
 
     rank: int
+    files: RankFiles
     pieces: list[tuple[Entry, bool, int]]  # whether several ranks hold each alike; one number made of its bytes
     ties: dict[str, str]
     objects: Any
@@ -248,8 +251,8 @@ class FileFormat(Protocol):
     name: str
     most_pieces: float  # how many pieces, of all ranks, its last file lists; if there are more, it lists none
 
-    def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, content: RankContent, owner: str
-                   ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip
+    def rank_files(self, drain_input: DrainInput, rank: int, content: RankContent, owner: str
+                   ) -> tuple[list[tuple[str, FileWithHoles]], Receipt]:  # fmt: skip
         """Lay out the files of a rank, in the order in which they are to be written."""
 
     def master_files(
@@ -273,8 +276,8 @@ def add_card(skeleton: FileWithHoles, drain_input: DrainInput, rank: int, owner:
     return card
 
 
-# What several ranks hold alike is dealt out, so that each writes about as much and no byte is written twice. A tensor
-# is cut along its first dimension only, so that a part is one run of its bytes.
+# What several ranks hold alike is divided, so that each writes about as much and no byte is written twice. A tensor is
+# cut along its first dimension only, so that a part is one run of its bytes.
 
 
 def digest(entry: Entry, content: int) -> bytes:
@@ -283,8 +286,8 @@ def digest(entry: Entry, content: int) -> bytes:
     return xxhash.xxh3_128_digest(text.encode())
 
 
-def deal(entries: Sequence[Entry], ranks: int, nth: int) -> Iterator[Rows]:
-    """Deal tensors out among some ranks; return the parts of the nth of them.
+def divide(entries: Sequence[Entry], ranks: int, nth: int) -> Iterator[Rows]:
+    """Divide tensors among some ranks; return the parts of the nth of them.
 
     Example:
         Tensors of 10, 10 and 20 MiB for 2 ranks: the first gets the first two, the second the third.
@@ -295,7 +298,7 @@ def deal(entries: Sequence[Entry], ranks: int, nth: int) -> Iterator[Rows]:
     for number, entry in enumerate(entries):
         first, at = at, at + entry.nbytes
         rows = entry.shape[0] if entry.shape else 1
-        if entry.nbytes < _WHOLE_NBYTES or rows < 2:
+        if entry.nbytes < _UNDIVIDED_NBYTES or rows < 2:
             if (low <= first < high) if entry.nbytes else nth == 0:
                 yield number, 0, rows
             continue

@@ -6,22 +6,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from operator import add, sub
-from typing import NamedTuple
 
 import numpy as np
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape, one number per dimension."""
-
-
-class Fragment(NamedTuple):
-    """A part of a new shard."""
-
-    rank: int  # the old rank that has it
-    number: int  # number of the entry there
-    source: tuple[int, ...]  # where it begins in the old shard
-    target: tuple[int, ...]  # where it begins in the new one
-    shape: tuple[int, ...]
 
 
 def overlap(first: Box, second: Box) -> Box | None:

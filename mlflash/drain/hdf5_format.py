@@ -25,13 +25,13 @@ import numpy as np
 
 from ..errors import ConfigError, pip_install
 from ..protect.rank_checkpoint import RankCheckpoint
+from ..state.boxes import covers, cut
 from ..state.leaves import TORCH_ITEM_NBYTES, Entry, Tree
 from ..state.plain_values import decode_plain
-from ..state.shards import covers, cut
 from ..storage import dcp_plans
 from ..storage.file_holes import FileWithHoles, Source
-from .index import CARD_NBYTES, Card, Stored
-from .rank_input import DrainInput, RankContent, Receipt, add_card, shown
+from .index import CARD_NBYTES, Card, RankFiles
+from .rank_content import DrainInput, RankContent, Receipt, add_card, shown
 
 MASTER = "checkpoint.h5"
 _PLUGINS = {"zstd": "Zstd", "lz4": "LZ4", "blosc": "Blosc", "blosc2": "Blosc2", "bshuf": "Bitshuffle", "bzip2": "BZip2"}
@@ -125,14 +125,14 @@ def tensors(pieces: Sequence[Entry], sources: Sequence[Source], ties: Mapping[st
     return skeleton, starts
 
 
-def whole(ranks: Mapping[int, Sequence[tuple[str, Entry, bool]]], ties: Mapping[str, str], objects: Any,
+def master(ranks: Mapping[int, Sequence[tuple[str, Entry, bool]]], ties: Mapping[str, str], objects: Any,
           about: Mapping[str, Any]) -> FileWithHoles:  # fmt: skip
     """Lay out the master file, without index and card."""
     skeleton = FileWithHoles()
     places: dict[str, list[tuple[int, Entry]]] = {}
     for rank, pieces in ranks.items():
-        for name, piece, is_one in pieces:
-            if is_one:
+        for name, piece, has_one_value in pieces:
+            if has_one_value:
                 places.setdefault(name, []).append((rank, piece))
     # Virtual datasets need the newer format, which HDF5 1.10 reads.
     with h5py.File(skeleton.file, "w", userblock_size=CARD_NBYTES, libver=("v110", "v110")) as file:
@@ -304,22 +304,22 @@ class Hdf5:
     def __init__(self, compression: str):
         self._compression = compression
 
-    def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, content: RankContent, owner: str
-                   ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip
+    def rank_files(self, drain_input: DrainInput, rank: int, content: RankContent, owner: str
+                   ) -> tuple[list[tuple[str, FileWithHoles]], Receipt]:  # fmt: skip
         name = rank_file_name(rank)
         names_here = {part.entry.name for part in content.parts}
-        objects, names = _objects(home)
+        objects, names = _objects(content.home)
         ties = {name: first for name, first in content.ties.items() if first in names_here}
         entries = [part.entry for part in content.parts]
         skeleton, starts = tensors(entries, content.sources, ties, objects, self._compression)
-        places = content.places(home, name, starts)
-        text, first_nbytes = content.index(home, places)
+        places = content.places(name, starts)
+        text, first_nbytes = content.index(places)
         card = _finish(skeleton, drain_input, rank, owner, text)
-        stored = Stored.of(name, card, name, card.file_nbytes, text[:first_nbytes])
+        rank_files = RankFiles.of(name, card, name, card.file_nbytes, text[:first_nbytes])
         pieces = [(part.entry, part.common >= 0, places.check(place))
                   for part, place in zip(content.parts, places.of.values(), strict=True)]  # fmt: skip
-        receipt = Receipt(rank, pieces, content.ties, objects if names or rank == 0 else None, names)
-        return [(name, skeleton)], stored, receipt
+        receipt = Receipt(rank, rank_files, pieces, content.ties, objects if names or rank == 0 else None, names)
+        return [(name, skeleton)], receipt
 
     def master_files(
         self, drain_input: DrainInput, text: bytes, receipts: Sequence[Receipt], job: str, owner: str
@@ -332,7 +332,7 @@ class Hdf5:
         }
         planned = [receipt.objects for receipt in reversed(receipts) if receipt.names]
         objects = {key: value for part in planned for key, value in part.items()}
-        skeleton = whole(shown(receipts), receipts[0].ties, objects or receipts[0].objects, about)
+        skeleton = master(shown(receipts), receipts[0].ties, objects or receipts[0].objects, about)
         _finish(skeleton, drain_input, -1, owner, text)
         return [(MASTER, skeleton)]
 

@@ -143,12 +143,12 @@ class BackgroundFiles:
         assert self._process.stdout is not None
         with self._process.stdout as answers:
             for line in answers:
-                said = json.loads(line)
+                answer = json.loads(line)
                 with self._lock:
-                    target = said.get("moved") or said["failed"]
+                    target = answer.get("moved") or answer["failed"]
                     self._on_their_way.remove(target)
-                    if "failed" in said:
-                        self._failed[target] = said["why"]
+                    if "failed" in answer:
+                        self._failed[target] = answer["why"]
                 self._news.tell()
         code = self._process.wait()
         with self._lock:
