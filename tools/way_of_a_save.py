@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import mlflash
+
 _SAVES, _LIMIT_S = 5, 60
 _OUT = "WAY_OF_A_SAVE"  # the directory of the tallies
 _LABEL = "tally"
@@ -30,6 +32,7 @@ class Tally:
         self._path = Path(os.environ[_OUT])
         with open(self._path / _LABEL, "r+b") as file:
             self.now = mmap.mmap(file.fileno(), 1)
+        self._home = os.path.join(os.path.dirname(mlflash.__file__), "")
         self._name, self._seen = name, [set[tuple[str, str]]() for _ in range(_SAVES + 1)]
 
     def begin(self) -> None:
@@ -39,9 +42,8 @@ class Tally:
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and self.now[0]:
             code = frame.f_code
-            _, found, rest = code.co_filename.rpartition("/mlflash/")
-            if found:
-                self._seen[self.now[0]].add((rest, code.co_qualname))
+            if code.co_filename.startswith(self._home):
+                self._seen[self.now[0]].add((code.co_filename.removeprefix(self._home), code.co_qualname))
 
     def write(self) -> None:
         always = set.intersection(*self._seen[1:])

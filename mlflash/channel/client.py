@@ -389,7 +389,7 @@ class Client:
         self.broken = None if self._is_down else error
 
     def _note_freed(self) -> None:
-        """Note that all ranks are done with this Checkpointer, no matter how couriers end, if `Free` was posted."""
+        """Note that all ranks are done with this Checkpointer, no matter how couriers end, if `free` was posted."""
         if self._free is not None and not self._is_freed:
             self._is_freed = True
             self._connection.freed.append(self._name)
@@ -398,7 +398,7 @@ class Client:
 
     def lose(self, why: Closed) -> None:
         """End all waits for a courier that has ended and has no successor."""
-        self._note_freed()  # if only `Free` was left: all saves have ended
+        self._note_freed()  # if only `free` was left: all saves have ended
         if self.is_closed or self._is_freed:
             return
         if self.start is not None or self.broken is None:  # it was not lost before

@@ -100,6 +100,7 @@ class SaveRequest:
         checks: checksums of the pieces of shared state that other ranks of this node store.
         is_unsettled: whether the ranks must first agree on what they share. Meanwhile the trainer waits.
         waits_for_room: whether the slots were too small. The trainer waits until they are larger.
+        has_deferred: whether some of the state is copied later (`save.deferred_copies`).
         begun_s: when the save began, by the clock of all processes of a node (`time.perf_counter`).
         filled_s: when it was staged, by the same clock; in the courier: when the courier was told.
     """

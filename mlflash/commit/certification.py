@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..errors import CorruptSlot
 from ..memory.slot import Attempt, Slot, Verdict
 from ..protect.deduplication import Plan
-from ..protect.examiner import Examination, Finding, Stored, in_words
+from ..protect.value_checks import Examination, Finding, Stored, in_words
 from ..state.layout import Extents, Layout
 
 if TYPE_CHECKING:

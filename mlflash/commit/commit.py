@@ -2,6 +2,8 @@
 
     announce    what each rank sends; whether all can; whether a rank needs larger slots       1 allreduce
     settle      only if a structure is new: what of it is shared; then it is announced again
+    make room   only if a slot is too small: it is made larger, and the trainer stages its state
+    finish      what `until=` has left is copied
     confirm     whether ranks that share hold the same; then the shares are sealed             1 among these
     protect     checksum, transfer, verify; the own slot and the copies are sealed
     agree       every slot sealed, every copy verified, on every rank; which rank was late     1 allreduce
@@ -26,8 +28,8 @@ from ..crash_points import reach
 from ..errors import MlflashError, SaveFailed, StepOrderError, SuspectState, text_of
 from ..memory.slot import Attempt, Header, Slot, Verdict
 from ..protect.deduplication import all_checks
-from ..protect.examiner import in_words
 from ..protect.transfer import Source
+from ..protect.value_checks import in_words
 from ..state.layout import Extents
 from .certification import Saved, ValueChecks, certify, report_suspect
 from .courier_state import CourierState, needs_room

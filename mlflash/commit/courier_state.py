@@ -23,9 +23,9 @@ from ..placement.failure_domains import Domains
 from ..placement.redundancy import Scheme
 from ..protect import deduplication
 from ..protect.deduplication import Share, Shareable, SharingNews
-from ..protect.examiner import Examiner
 from ..protect.protection import Protection
 from ..protect.replicated_tensors import ReplicatedTensors
+from ..protect.value_checks import Examiner
 from ..state.layout import PAGE_NBYTES, round_up
 from ..telemetry.recorder import CourierRecorder
 from .certification import Certification

@@ -22,9 +22,9 @@ from ..placement.failure_domains import join as join_domains
 from ..placement.redundancy import Placement, made, place
 from ..placement.survival import too_close
 from ..protect import erasure_codes
-from ..protect.examiner import Examiner
 from ..protect.protection import Protection
 from ..protect.replicated_tensors import ReplicatedTensors
+from ..protect.value_checks import Examiner
 from ..telemetry.heartbeat import CourierHeartbeat, RankFacts
 from ..telemetry.recorder import CourierRecorder, EventLog, file_of_node
 from ..text import listed
@@ -105,7 +105,7 @@ def _assemble(
     if earlier.certified is not None and config.certify_after and earlier.certified.world_size == world.size:
         certification.certified = Saved(earlier.certified.attempt, earlier.certified.step)
     state = CourierState(config, world, memory, protection, known, pool, recorder, copy_threads, pace, examiner,
-                      certification, replicas, run_id)  # fmt: skip
+                         certification, replicas, run_id)  # fmt: skip
     if protection.transport == "rma" and world.world is not None:
         world.poke = Poke(world)
     state.generation, state.floor, state.left.unusable = earlier.newest, earlier.floor, earlier.unusable

@@ -40,9 +40,9 @@ from ..protect.deduplication import Piece, Plan, ShareableLeaf, digests, replica
 from ..state.flatten import Flattener, flatten_or_none
 from ..state.leaves import Flat
 from .deferred_copies import DeferredCopies
+from .lazy_saves import LazySaves, Until
 from .snapshot import Snapshot
 from .stage import NOTHING, StagedState, StagedStates, Staging, copy_to_host, has_room
-from .until import LazySaves, Until
 
 log = logging.getLogger("mlflash")
 

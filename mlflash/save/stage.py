@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import os
 import sys
 import threading
@@ -42,9 +41,7 @@ from ..state.leaves import (
     live_bytes,
 )
 from .deferred_copies import LARGE_NBYTES, DeferredCopies, DeviceCopies, SampledBytes, Work
-from .until import LazySaves, Until
-
-log = logging.getLogger("mlflash")
+from .lazy_saves import LazySaves, Until
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -456,8 +453,8 @@ def copy_to_host(flat: Flat, slots: float, memory: str, local_size: int, copy_th
     room = np.empty(nbytes, dtype=np.uint8)
     values = [from_bytes(entry, room[entry.start : entry.start + entry.nbytes]) for entry in layout.entries]
     ties = flat.structure.ties
-    copy_plan = CopyPlan(layout, [], [value if tie < 0 else None for value, tie in zip(values, ties, strict=True)],
-                   copy_threads, timeout_s=0.0)  # no leaf is on a device  # fmt: skip
+    targets = [value if tie < 0 else None for value, tie in zip(values, ties, strict=True)]
+    copy_plan = CopyPlan(layout, [], targets, copy_threads, timeout_s=0.0)  # no leaf is on a device
     copy_plan.sort_leaves(flat, frozenset())
     copy_plan.copy(flat.values)
     return Flat(flat.structure, values, flat.plain, flat.wholes)

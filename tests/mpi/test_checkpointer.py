@@ -36,8 +36,8 @@ def set_to(state: dict[str, Any], new: dict[str, Any]) -> None:
     state["b"][1:], state["t"] = new["b"][1:], new["t"]
 
 
-def same(found: object, saved: object) -> bool:
-    return differences(saved, found, "", loaded=True) == []
+def same(loaded: object, saved: object) -> bool:
+    return differences(saved, loaded, "", loaded=True) == []
 
 
 def descriptors_and_threads() -> tuple[int, list[str]]:
@@ -58,13 +58,13 @@ def test_what_was_saved_is_restored_although_it_was_changed_at_once(options: dic
         assert ckpt.restore(state) is None
         for step in (1, 2, 3):
             set_to(state, state_at(step))
-            begun = time.perf_counter()
+            start = time.perf_counter()
             snapshot = ckpt.save(step, state)
-            assert 0 < snapshot.stall_s <= time.perf_counter() - begun
+            assert 0 < snapshot.stall_s <= time.perf_counter() - start
             set_to(state, state_at(99))
         assert snapshot.wait() is snapshot
         assert snapshot.committed and snapshot.done and snapshot.error is None
-        assert snapshot.commit_s is not None and 0 < snapshot.commit_s <= time.perf_counter() - begun
+        assert snapshot.commit_s is not None and 0 < snapshot.commit_s <= time.perf_counter() - start
         assert snapshot.nbytes > state["w"].nbytes
         assert ckpt.steps() == [2, 3]
         assert ckpt.restore(state) == 3
@@ -181,10 +181,10 @@ def test_when_busy_skip_skips_on_all_ranks_or_on_none(options: dict[str, Any]) -
     with Checkpointer(**options, when_busy="skip") as ckpt:
         snapshots = [ckpt.save(step, state_at(step)) for step in range(1, 31)]
         ckpt.wait()
-        mine = [(s.committed, s.skipped) for s in snapshots]
-        assert MPI.COMM_WORLD.allgather(mine) == [mine] * SIZE
-        assert all(committed != skipped for committed, skipped in mine)
-        assert any(committed for committed, _ in mine)
+        outcomes = [(s.committed, s.skipped) for s in snapshots]
+        assert MPI.COMM_WORLD.allgather(outcomes) == [outcomes] * SIZE
+        assert all(committed != skipped for committed, skipped in outcomes)
+        assert any(committed for committed, _ in outcomes)
         newest = max(s.step for s in snapshots if s.committed)
         step, state = ckpt.load()
         assert step == newest and same(state, state_at(newest))

@@ -224,15 +224,15 @@ def test_provenance_names_the_nodes_and_is_signed_by_rank_0_and_each_rank_checks
     def wrong() -> set[str]:
         """The files that all ranks together find changed."""
         COMM.Barrier()
-        _, mine, found = on_disk.verify(world, store, listed, lambda _: None, public)
+        _, problems, found = on_disk.verify(world, store, listed, lambda _: None, public)
         assert (found is not None) == (RANK == 0)
         if found is not None and found.document is not None:
             assert [node["ranks"] for node in found.document["nodes"]] == [1] * SIZE
             assert len({node["host"] for node in found.document["nodes"]}) == SIZE
             assert found.document["given"] == {"seed": 0} and found.document["redundancy"]
             assert len(found.document["files"]) == (SIZE + 1 if form == "hdf5" else 2 * SIZE + 2)
-            assert (found.signature == "good") == ("provenance.json.sig" not in dict(mine))
-        return {file for theirs in COMM.allgather(mine) for file, _ in theirs}
+            assert (found.signature == "good") == ("provenance.json.sig" not in dict(problems))
+        return {file for of_rank in COMM.allgather(problems) for file, _ in of_rank}
 
     assert wrong() == set()
     for path in sorted(path for path in (pfs / listed.folder).iterdir() if path.name != "verdict"):  # which may change
@@ -364,14 +364,14 @@ def test_what_was_saved_last_is_restored_whether_it_is_in_memory_or_in_the_direc
     def run(*steps: int) -> int | None:
         caplog.clear()
         with caplog.at_level(logging.INFO, "mlflash"), Checkpointer(**options) as ckpt:
-            got = ckpt.restore(state)
-            assert got is None or (state["w"] == got).all()
+            restored_step = ckpt.restore(state)
+            assert restored_step is None or (state["w"] == restored_step).all()
             for step in steps:
                 state["w"][:] = step
                 ckpt.save(step, state).wait()
             if steps:
                 ckpt.drain().wait()
-            return got
+            return restored_step
 
     assert run(1, 2) is None
     nodes.keep()

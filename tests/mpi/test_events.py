@@ -29,10 +29,10 @@ def state_at(step: int) -> dict[str, Any]:
 
 def own_events(path: Path) -> list[dict[str, Any]]:
     """This rank's, from the file of its node; nodes have one rank each."""
-    mine = path.with_suffix(f".node{RANK}.jsonl") if RANK else path
-    found = [json.loads(line) for line in mine.read_text().splitlines()]
-    assert {line["rank"] for line in found} == {RANK}
-    return found
+    own = path.with_suffix(f".node{RANK}.jsonl") if RANK else path
+    lines = [json.loads(line) for line in own.read_text().splitlines()]
+    assert {line["rank"] for line in lines} == {RANK}
+    return lines
 
 
 def of(events: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]]:
@@ -70,15 +70,15 @@ def test_each_verb_has_its_line_and_a_relaunch_appends(options: dict[str, Any], 
     with Checkpointer(directory, log=path, **options) as ckpt:
         assert ckpt.restore(state_at(0)) == 2
         ckpt.steps()  # behind the reprotection
-    again = own_events(path)
-    assert again[: len(events)] == events
-    (restore,) = of(again, "restore")
+    appended = own_events(path)
+    assert appended[: len(events)] == events
+    (restore,) = of(appended, "restore")
     assert (restore["step"], restore["source"], restore["from"]) == (2, "memory", f"node{RANK}")
     assert restore["seconds"] > 0 and restore["nbytes"] > 800_000
-    (reprotect,) = of(again, "reprotect")
+    (reprotect,) = of(appended, "reprotect")
     assert reprotect["step"] == 2 and not reprotect["made"]
-    assert len({line["run"] for line in again}) == 2
-    assert len(set(MPI.COMM_WORLD.allgather(again[-1]["run"]))) == 1, "all ranks name a launch alike"
+    assert len({line["run"] for line in appended}) == 2
+    assert len(set(MPI.COMM_WORLD.allgather(appended[-1]["run"]))) == 1, "all ranks name a launch alike"
 
 
 @two
@@ -146,14 +146,16 @@ def test_a_slow_rank_is_named_with_its_phase_and_warned_of_once(
             ckpt.save(step, {"w": np.full(1000, float(step))}).wait()
         ckpt.wait()
         MPI.COMM_WORLD.Barrier()
-        (mine,) = [one for one in read_heartbeats(options["memory"], "t").heartbeats if one["rank"] == RANK]
+        (own,) = [beat for beat in read_heartbeats(options["memory"], "t").heartbeats if beat["rank"] == RANK]
         shown = metrics(root / f"node{SLOW}")
-    assert (mine["slowest"], mine["slowest_in"], mine["slowest_on"]) == (SLOW, phase, f"node{SLOW}")
-    assert mine["slowest_s"] > LATE_S / 2
-    assert (mine["late_s"] > LATE_S / 2) == (RANK == SLOW)
+    assert (own["slowest"], own["slowest_in"], own["slowest_on"]) == (SLOW, phase, f"node{SLOW}")
+    assert own["slowest_s"] > LATE_S / 2
+    assert (own["late_s"] > LATE_S / 2) == (RANK == SLOW)
     assert f'mlflash_late_seconds{{job_name="t",node="node{SLOW}",phase="{phase}",rank="{SLOW}"}}' in shown
-    said = [record.getMessage() for record in caplog.records if "commits wait" in record.getMessage()]
-    assert len(said) == (RANK == 0) and all(f"commits wait for rank {SLOW} on node{SLOW}: " in one for one in said)
+    warnings = [record.getMessage() for record in caplog.records if "commits wait" in record.getMessage()]
+    assert len(warnings) == (RANK == 0) and all(
+        f"commits wait for rank {SLOW} on node{SLOW}: " in text for text in warnings
+    )
     if RANK == 0:
         lines = [json.loads(line) for line in log.read_text().splitlines()]
         commits = [line for line in lines if line["event"] == "commit"]

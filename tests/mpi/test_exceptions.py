@@ -40,8 +40,8 @@ def state_of(step: int) -> dict[str, Any]:
 def assert_goes_on(ckpt: Checkpointer, step: int) -> None:
     """Save a step on all ranks; it must be committed and come back."""
     assert ckpt.save(step, state_of(step)).wait().committed
-    found, state = ckpt.load()
-    assert (found, state["n"]) == (step, step)
+    newest, state = ckpt.load()
+    assert (newest, state["n"]) == (step, step)
     assert np.array_equal(state["x"], state_of(step)["x"])
 
 

@@ -346,8 +346,8 @@ def add_one(state: dict[str, Any]) -> None:
     state["c"][0].logical_not_()
 
 
-def same_tensors(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in "ab") and torch.equal(one["c"][0], other["c"][0])
+def same_tensors(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in "ab") and torch.equal(first["c"][0], second["c"][0])
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
@@ -362,8 +362,8 @@ def test_training_goes_on_while_slots_are_made_and_what_is_committed_is_the_stat
             add_one(state)
             held.set()
             snapshot.wait()
-            found, loaded = ckpt.load()
-            assert found == step
+            newest, loaded = ckpt.load()
+            assert newest == step
             assert same_tensors(loaded, state_of(step, numbers))
             assert loaded["a"].data_ptr() == loaded["tied"].data_ptr()
 

@@ -66,8 +66,8 @@ def test_what_was_verified_before_a_save_is_verified_again_after_it(options: dic
         for step in (5, 7):  # over the slot that was verified
             ckpt.save(step, state_at(step)).wait()
         nodes.damage(7)
-        found, state = ckpt.load()
-        assert found == 5 and (state["w"] == 50 + RANK).all()
+        newest, state = ckpt.load()
+        assert newest == 5 and (state["w"] == 50 + RANK).all()
 
 
 def test_a_damaged_checkpoint_of_the_directory_is_passed_over_when_a_step_is_chosen(

@@ -53,8 +53,8 @@ def test_no_rank_waits_for_another_and_memory_stays_as_it_is(
     comm.Barrier()
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
     comm.Barrier()
-    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert ["mlflash is off" in text for text in said] == [True] * (comm.rank == 0)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert ["mlflash is off" in text for text in warnings] == [True] * (comm.rank == 0)
     monkeypatch.delenv("MLFLASH_DISABLE", raising=False)
     with Checkpointer(comm=comm, **options) as ckpt:
         assert ckpt.restore({"a": np.zeros(9, dtype=int)}) == 4, "it was off, and is on again"

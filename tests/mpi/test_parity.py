@@ -52,18 +52,18 @@ def restored(options: dict[str, Any], state: dict[str, Any] | None = None, **mor
     """
     with Checkpointer(**options, **more) as ckpt:
         try:
-            step, found = ckpt.load()
+            step, loaded = ckpt.load()
         except Unrestorable as error:
-            step, found = -1, None
+            step, loaded = -1, None
             assert len(set(COMM.allgather(str(error)))) == 1 and "no slot and no copy" in error.reasons[2]
         right = step in (None, -1) or (
-            found["step"] == step
-            and all(np.array_equal(found[key], state_at(step)[key]) for key in ("w", "b"))
+            loaded["step"] == step
+            and all(np.array_equal(loaded[key], state_at(step)[key]) for key in ("w", "b"))
         )  # fmt: skip
         ckpt.wait()
-        told = COMM.allgather((right, ckpt.report()))
-    assert all(right for right, _ in told), "bits differ"
-    return step, [report for _, report in told]
+        reports = COMM.allgather((right, ckpt.report()))
+    assert all(right for right, _ in reports), "bits differ"
+    return step, [report for _, report in reports]
 
 
 def sealed(nodes: Nodes, node: int, step: int) -> list[tuple[Path, Header]]:
@@ -93,8 +93,8 @@ def test_every_loss_that_is_covered_is_restored_and_one_more_is_refused(
         for lost in subsets:
             nodes.bring_back(but=lost)
             step, reports = restored(options)
-            left = SIZE - count  # without any file nobody knows that anything was committed
-            assert step == (2 if count <= losses else -1 if left else None), lost
+            nodes_left = SIZE - count  # without any file nobody knows that anything was committed
+            assert step == (2 if count <= losses else -1 if nodes_left else None), lost
             if step == 2:
                 rebuilt = [report["counts"].get("slots rebuilt", 0) for report in reports]
                 assert rebuilt == [int(rank in lost) for rank in range(SIZE)]

@@ -48,10 +48,10 @@ def counts(ckpt: Checkpointer) -> dict[str, int]:
 
 
 def wait_found(ckpt: Checkpointer, total: int) -> None:
-    def found() -> bool:
+    def is_found() -> bool:
         return COMM.allreduce(counts(ckpt).get("files damaged", 0)) >= total
 
-    until(found, "damage to be found")
+    until(is_found, "damage to be found")
 
 
 def whole_files(nodes: Nodes, step: int) -> list[bool]:
@@ -71,8 +71,8 @@ def is_whole(raw: np.ndarray, header: Header) -> bool:
 def restored(options: dict[str, Any]) -> int | None:
     """Restore; the step, the same on all ranks, each of which has the right bits."""
     with Checkpointer(**options) as ckpt:
-        step, found = ckpt.load()
-    assert step is not None and np.array_equal(found["w"], state_at(step)["w"])
+        step, loaded = ckpt.load()
+    assert step is not None and np.array_equal(loaded["w"], state_at(step)["w"])
     assert len(set(COMM.allgather(step))) == 1
     return int(step)
 
@@ -100,10 +100,10 @@ def test_what_is_damaged_in_a_running_job_is_said_once_and_whole_again_before_th
         nodes.keep()
         hold.set()
         snapshot.wait()
-        found = COMM.allreduce(counts(ckpt).get("files damaged", 0))
-        said = [r.getMessage() for r in caplog.records if "is damaged" in r.getMessage()]
-        assert found == 1 and COMM.allreduce(len(said)) == 1
-        for text in said:
+        damaged = COMM.allreduce(counts(ckpt).get("files damaged", 0))
+        warnings = [r.getMessage() for r in caplog.records if "is damaged" in r.getMessage()]
+        assert damaged == 1 and COMM.allreduce(len(warnings)) == 1
+        for text in warnings:
             assert text.startswith(f"{path.name} on {path.parents[2].name} is damaged: ") and "rank 1 at step 1" in text
     # The node of the rank whose file was damaged, and then that of another one, is lost before the save is committed.
     for lost in (1, 0):
@@ -122,7 +122,7 @@ def saved(options: dict[str, Any], nodes: Nodes, hold_at: Callable[[str], Hold],
     with Checkpointer(**options) as ckpt:
         ckpt.save(1, state_at(1)).wait()
         files = [(*slot(nodes.root, kind, of, 1), place) for kind, of, place in damage]
-        nodes.on_rank_0(lambda: [damage_at(*one) for one in files])
+        nodes.on_rank_0(lambda: [damage_at(*file) for file in files])
         wait_found(ckpt, len({path for path, *_ in files}))
         hold = hold_at("protect.announced")
         snapshot = ckpt.save(2, state_at(2))
@@ -134,19 +134,25 @@ def saved(options: dict[str, Any], nodes: Nodes, hold_at: Callable[[str], Hold],
         snapshot.wait()
         ckpt.save(3, state_at(3)).wait()  # and saves go on
         assert whole_files(nodes, 3) == [True] * SIZE * 2
-        mine = counts(ckpt)
-    return {name: COMM.allreduce(mine.get(name, 0)) for name in COUNTED}, whole
+        own = counts(ckpt)
+    return {name: COMM.allreduce(own.get(name, 0)) for name in COUNTED}, whole
 
 
-def test_slot_and_copy_that_are_damaged_in_different_blocks_are_both_repaired(
-    options: dict[str, Any], nodes: Nodes, hold_at: Callable[[str], Hold]
-) -> None:
-    options |= {"redundancy": "copy", "strict": True}
-    count, whole = saved(options, nodes, hold_at, [("own", 1, "first"), ("copy", 1, "second"), ("copy", 0, "all")])
-    assert count == dict(zip(COUNTED, (3, 1, 2, 3 * SIZE, 0), strict=True))
+@pytest.mark.parametrize(("scheme", "damage", "counted", "losses"), [
+    ("copy", [("own", 1, "first"), ("copy", 1, "second"), ("copy", 0, "all")], (3, 1, 2), [[0], [1]]),
+    pytest.param("rs:2+2", [("own", 0, "first"), ("parity", 1, "all"), ("own", 2, "blocks"), ("parity", 3, "header")],
+                 (4, 3, 1), [[0, 2], [1, 3]], marks=pytest.mark.skipif(SIZE != 4, reason="runs on 4 ranks")),
+])  # fmt: skip
+def test_slots_and_what_protects_them_are_repaired_where_they_are_damaged_in_different_places(
+    options: dict[str, Any], nodes: Nodes, hold_at: Callable[[str], Hold], scheme: str,
+    damage: list[tuple[str, int, str]], counted: tuple[int, int, int], losses: list[list[int]],
+) -> None:  # fmt: skip
+    options |= {"redundancy": scheme, "strict": True}
+    count, whole = saved(options, nodes, hold_at, damage)
+    assert count == dict(zip(COUNTED, (*counted, 3 * SIZE, 0), strict=True))
     assert whole == [True] * SIZE * 2
-    for lost in (0, 1):
-        nodes.bring_back(but=[lost])
+    for lost in losses:
+        nodes.bring_back(but=lost)
         assert restored(options) == 1
 
 
@@ -159,21 +165,6 @@ def test_slot_and_copy_that_are_damaged_in_the_same_block_are_left_as_they_are_a
     assert whole.count(False) == 2 and len(whole) == 2 * SIZE  # sealed as before
     if RANK == 0:
         assert "step 1: the slots of ranks [1] stay damaged" in caplog.text
-
-
-@pytest.mark.skipif(SIZE != 4, reason="runs on 4 ranks")
-def test_slots_and_parity_of_all_members_damaged_at_once_are_repaired_where_no_stripe_lost_too_many(
-    options: dict[str, Any], nodes: Nodes, hold_at: Callable[[str], Hold]
-) -> None:
-    options |= {"redundancy": SCHEME, "strict": True}
-    damage = [("own", 0, "first"), ("parity", 1, "all"), ("own", 2, "blocks"), ("parity", 3, "header")]
-    count, whole = saved(options, nodes, hold_at, damage)
-    assert (count["files damaged"], count["committed"], count["failed"]) == (4, 3 * SIZE, 0)
-    assert count["blocks repaired"] == 3 and count["files made again"] == 1
-    assert whole == [True] * SIZE * 2
-    for lost in ([0, 2], [1, 3]):
-        nodes.bring_back(but=lost)
-        assert restored(options) == 1
 
 
 def test_without_redundancy_or_where_a_share_is_damaged_it_is_said_and_left(

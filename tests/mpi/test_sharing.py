@@ -83,9 +83,9 @@ def restored(options: dict[str, Any], **more: Any) -> tuple[int | None, list[dic
         right = step in (None, -1) or same(state, step)
         ckpt.wait()
         ckpt.steps()  # the reprotection is done
-        told = COMM.allgather((right, ckpt.report()))
-    assert all(right for right, _ in told), "bits differ"
-    return step, [report for _, report in told]
+        reports = COMM.allgather((right, ckpt.report()))
+    assert all(right for right, _ in reports), "bits differ"
+    return step, [report for _, report in reports]
 
 
 def save(options: dict[str, Any], *steps: int, **more: Any) -> dict[str, Any]:
@@ -101,8 +101,11 @@ def shares(nodes: Nodes, node: int, step: int | None = None) -> list[Path]:
 
 def node_nbytes(options: dict[str, Any], report: dict[str, Any]) -> list[int]:
     reports = COMM.allgather(report)
-    names = sorted({one["node"] for one in reports})
-    return [sum(slot["nbytes"] for one in reports if one["node"] == name for slot in one["slots"]) for name in names]
+    names = sorted({report["node"] for report in reports})
+    return [
+        sum(slot["nbytes"] for report in reports if report["node"] == name for slot in report["slots"])
+        for name in names
+    ]
 
 
 @pytest.mark.parametrize("per_node", [1, 2])
@@ -189,8 +192,8 @@ def test_other_numbers_of_ranks_on_a_node_put_the_shares_together(
     for _ in (1, 2):  # a second time from where the first has put them
         assert restored(options)[0] == 2
     save(options, 3, 4)
-    kept = [len(shares(nodes, node)) for node in range(4 // after)]
-    assert kept == [2 * after] * (4 // after), "shares of the old layout were left behind"
+    counts = [len(shares(nodes, node)) for node in range(4 // after)]
+    assert counts == [2 * after] * (4 // after), "shares of the old layout were left behind"
     assert restored(options)[0] == 4
 
 
@@ -349,8 +352,8 @@ def test_other_tensors_of_a_rank_and_other_shards_are_not_compared(
 
 @pytest.mark.mpi(min_size=4)
 def test_two_groups_that_differ_from_each_other(apart: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    mine = COMM.Split(RANK % 2)
-    with Checkpointer(**apart, replicated=mine.Get_group(), strict=True) as ckpt:
+    half = COMM.Split(RANK % 2)
+    with Checkpointer(**apart, replicated=half.Get_group(), strict=True) as ckpt:
         ckpt.save(1, replica_at(RANK % 2)).wait()
         ckpt.steps()
         assert said(caplog) == []
@@ -358,7 +361,7 @@ def test_two_groups_that_differ_from_each_other(apart: dict[str, Any], caplog: p
         state["model"]["layer0.weight"][0] += RANK == 3
         ckpt.save(2, state).wait()
     assert len(said(caplog)) == int(RANK == 1)
-    mine.Free()
+    half.Free()
 
 
 def test_a_process_group_of_torch_names_the_ranks(

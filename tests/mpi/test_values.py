@@ -102,8 +102,8 @@ def test_without_keep_the_newest_is_restored_and_said_to_be_suspect(
         save(ckpt, 2, np.nan)
     with Checkpointer(**options) as ckpt:
         assert ckpt.restore(state_at(0)) == 2
-        said = [text for text in caplog.messages if "restore(before=2)" in text]
-        assert len(said) == (RANK == 0)
+        warnings = [text for text in caplog.messages if "restore(before=2)" in text]
+        assert len(warnings) == (RANK == 0)
         state = state_at(0)
         assert ckpt.restore(state, before=2) == 1 and np.array_equal(state["model"]["w"], state_at(1)["model"]["w"])
         with pytest.raises(StepNotFound, match="before step 1"):
@@ -142,15 +142,15 @@ def test_steps_that_certify_may_be_several_saves_apart(options: dict[str, Any]) 
 
 def test_what_is_tried_and_holds_nan_where_its_save_did_not_look_is_not_certified(options: dict[str, Any]) -> None:
     options |= {"certify_after": 1, "check_values": 0.01}
-    found = []
+    suspects = []
     big = np.ones(9_000_000, dtype=np.float32)  # 35 stretches, of which a save looks at every other one
     with Checkpointer(**options) as ckpt:
         for step in range(1, 5):
             big[0] = np.nan if step == 3 and RANK == 1 else 1.0
             ckpt.save(step, {"big": big}).wait()
             ckpt.steps()  # comes after what a save leaves behind
-            found.append(ckpt.report()["counts"].get("suspect", 0))
-    assert found == [0, 0, 0, int(RANK == 1)], "it is found when it is tried"
+            suspects.append(ckpt.report()["counts"].get("suspect", 0))
+    assert suspects == [0, 0, 0, int(RANK == 1)], "it is found when it is tried"
     with Checkpointer(**options) as ckpt:
         assert ckpt.load(certified=True)[0] == 2
 

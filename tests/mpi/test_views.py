@@ -26,9 +26,9 @@ def state_of(step: int) -> dict[str, Any]:
 
 def is_of(state: dict[str, Any], step: int) -> bool:
     wanted = state_of(step)
-    return all(np.array_equal(np.asarray(one), np.asarray(other)) if isinstance(other, np.ndarray)
-               else torch.equal(one, other) if isinstance(other, torch.Tensor) else one == other
-               for one, other in zip(state.values(), wanted.values(), strict=True))  # fmt: skip
+    return all(np.array_equal(np.asarray(value), np.asarray(saved)) if isinstance(saved, np.ndarray)
+               else torch.equal(value, saved) if isinstance(saved, torch.Tensor) else value == saved
+               for value, saved in zip(state.values(), wanted.values(), strict=True))  # fmt: skip
 
 
 @pytest.fixture(params=[pytest.param(None, id="own", marks=pytest.mark.slow), pytest.param(True, id="shared")])

@@ -29,33 +29,33 @@ PLAIN = st.recursive(
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Channel, Channel]]:
-    one, other = socket.socketpair()
-    with one, other:
-        for sock in (one, other):
+    first, second = socket.socketpair()
+    with first, second:
+        for sock in (first, second):
             sock.settimeout(20)
-        yield Channel(one), Channel(other)
+        yield Channel(first), Channel(second)
 
 
 @given(values=st.lists(PLAIN, min_size=1, max_size=5), cut=st.integers(1, 50))
 def test_frames_arrive_as_they_were_sent_however_the_bytes_come(values: list[object], cut: int) -> None:
     sent = [Call(1, number, "method", (value,)) for number, value in enumerate(values)]
     sent += [Reply(1, 2, values, Closed("ended", rank=3))]
-    one, other = socket.socketpair()
-    with one, other:
-        sender = Channel(one)
+    first, second = socket.socketpair()
+    with first, second:
+        sender = Channel(first)
         for frame in sent:
             sender.send(frame)
-        one.shutdown(socket.SHUT_WR)
-        raw = b"".join(iter(lambda: other.recv(1 << 20), b""))
-    got: list[Call | Reply] = []
-    one, other = socket.socketpair()
-    with one, other:
-        receiver = Channel(other)
+        first.shutdown(socket.SHUT_WR)
+        raw = b"".join(iter(lambda: second.recv(1 << 20), b""))
+    frames: list[Call | Reply] = []
+    first, second = socket.socketpair()
+    with first, second:
+        receiver = Channel(second)
         for at in range(0, len(raw), cut):
-            one.sendall(raw[at : at + cut])
-            got += receiver.receive() or []
-    assert got[:-1] == sent[:-1]
-    (reply,) = got[-1:]
+            first.sendall(raw[at : at + cut])
+            frames += receiver.receive() or []
+    assert frames[:-1] == sent[:-1]
+    (reply,) = frames[-1:]
     assert isinstance(reply, Reply) and reply.result == values
     with pytest.raises(Closed, match="ended") as raised:
         reply.value()
@@ -70,39 +70,39 @@ def received(end: Channel, count: int = 1) -> list[Call | Reply]:
 
 
 def test_a_long_tuple_travels_once(ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = ends
+    sender, receiver = ends
     layouts = [tuple((n, i) for i in range(1000)) for n in range(12)]
     for layout in [layouts[0], layouts[0], *layouts, layouts[0], layouts[11]]:
-        one.send(Call(1, 0, "save", (layout, 5)))
-        (call,) = received(other)
+        sender.send(Call(1, 0, "save", (layout, 5)))
+        (call,) = received(receiver)
         assert call.args == (layout, 5)
     first = call.args[0]
     monkeypatch.setattr(channel, "_READ_NBYTES", 400)  # no more is sent of it
-    one.send(Call(1, 0, "save", (layouts[11],)))
-    (call,) = received(other)
+    sender.send(Call(1, 0, "save", (layouts[11],)))
+    (call,) = received(receiver)
     assert call.args[0] is first
 
 
 def test_what_cannot_be_sent_is_an_error_and_the_next_frame_arrives(ends: tuple[Channel, Channel]) -> None:
-    one, other = ends
+    first, second = ends
     layout = tuple(range(100))
     with pytest.raises(MlflashError, match="cannot be sent"):
-        one.send(Call(1, 0, "save", (layout, lambda: None)))
+        first.send(Call(1, 0, "save", (layout, lambda: None)))
     for _ in range(2):
-        one.send(Call(1, 0, "save", (layout,)))
-    assert [call.args for call in received(other, 2)] == [(layout,)] * 2
+        first.send(Call(1, 0, "save", (layout,)))
+    assert [call.args for call in received(second, 2)] == [(layout,)] * 2
 
 
 def test_other_bytes_are_no_frame(ends: tuple[Channel, Channel]) -> None:
-    one, other = ends
-    one.sock.sendall((20).to_bytes(8, "big") + b"no pickle, no pickle")
+    first, second = ends
+    first.sock.sendall((20).to_bytes(8, "big") + b"no pickle, no pickle")
     with pytest.raises(Broken, match="cannot be read"):
-        other.receive()
+        second.receive()
 
 
 def calls(*names: str) -> dict[str, set[str]]:
     """The methods that are called by name, by the function that calls them."""
-    found: dict[str, set[str]] = {name: set() for name in names}
+    called: dict[str, set[str]] = {name: set() for name in names}
     root = Path(mlflash.__file__).parent
     for path in {*root.rglob("*.py")} - {
         path for name in ("launch", "telemetry") for path in (root / name).rglob("*.py")
@@ -112,17 +112,17 @@ def calls(*names: str) -> dict[str, set[str]]:
                 position = 2 if node.func.attr == "together_then" else 0
                 arg = node.args[position] if len(node.args) > position else None
                 if isinstance(arg, ast.Constant) and isinstance(arg.value, str):
-                    found[node.func.attr].add(arg.value)
-    return found
+                    called[node.func.attr].add(arg.value)
+    return called
 
 
 def test_each_method_that_is_called_by_name_exists() -> None:
-    found = calls("call", "job", "ask", "notify", "together_then", "_ask", "_tell")
-    jobs = found["call"] | found["job"] | found["together_then"]
-    assert len(jobs) > 20 and len(found["ask"]) > 3 and len(found["_ask"]) > 5
-    called = (jobs | found["ask"] | found["notify"]) - {"close"}  # which ends the thread of jobs, too
+    by_caller = calls("call", "job", "ask", "notify", "together_then", "_ask", "_tell")
+    jobs = by_caller["call"] | by_caller["job"] | by_caller["together_then"]
+    assert len(jobs) > 20 and len(by_caller["ask"]) > 3 and len(by_caller["_ask"]) > 5
+    called = (jobs | by_caller["ask"] | by_caller["notify"]) - {"close"}  # which ends the thread of jobs, too
     assert {name for name in called if not inspect.isfunction(getattr(Session, name, None))} == set()
     assert jobs >= Session.ASK_BACK
     ends = (Trainer, TrainerState, Client)
-    asked = found["_ask"] | found["_tell"]
+    asked = by_caller["_ask"] | by_caller["_tell"]
     assert {name for name in asked if not any(hasattr(end, name) for end in ends)} == set()

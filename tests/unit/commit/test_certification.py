@@ -53,7 +53,7 @@ def test_there_is_always_a_slot_to_write_and_the_best_that_is_known_is_held(afte
                     assert due.attempt in certification.held and verdicts[due.step] and step - due.step >= after
                     certification.tried(rng.random() > 0.2)
                 held = steps_of(certification.held)
-                assert step in held or (keeps and not verdicts[step] and any(verdicts[one] for one in held))
+                assert step in held or (keeps and not verdicts[step] and any(verdicts[other] for other in held))
             assert len(certification.held) < slots
             if certification.certified is not None:
                 assert certification.certified.attempt in certification.held and verdicts[certification.certified.step]

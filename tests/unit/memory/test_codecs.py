@@ -90,15 +90,15 @@ def headers(draw: st.DrawFn) -> Header:
     return made
 
 
-def write_record(its: tuple[Attempt, int]) -> bytes:
-    return pack_record(COMMIT_START, *its, 7)
+def write_record(value: tuple[Attempt, int]) -> bytes:
+    return pack_record(COMMIT_START, *value, 7)
 
 
 def read_record(raw: bytes) -> tuple[Attempt, int]:
-    found = any_record(bytes(COMMIT_START) + raw, COMMIT_START)
-    if found is None:
+    decoded = any_record(bytes(COMMIT_START) + raw, COMMIT_START)
+    if decoded is None:
         raise CorruptSlot("there is no record")
-    return found
+    return decoded
 
 
 @st.composite
@@ -125,22 +125,22 @@ def manifests(draw: st.DrawFn) -> manifest.Manifest:
     if draw(st.booleans()):
         tree = ["o", ["k", tree, ["OrderedDict"], ["d", [["_metadata", ["v", 1]]]]]]
     shared = draw(st.none() | st.builds(manifest.Shared, st.integers(0, 9), st.integers(1, 255), st.integers(0, 9)))
-    said = draw(st.sampled_from([{}, manifest.provenance_of({"python": "3.11"}, '{"seed":1}')]))
-    return manifest.Manifest(held, tree, plain, shared, said)
+    provenance = draw(st.sampled_from([{}, manifest.provenance_of({"python": "3.11"}, '{"seed":1}')]))
+    return manifest.Manifest(held, tree, plain, shared, provenance)
 
 
-def encode_manifest(its: manifest.Manifest) -> bytes:
-    parts = manifest.encode_entries(its.entries), manifest.encode_tree(its.tree), its.plain
-    return manifest.join(*parts, its.shared, its.provenance)
+def encode_manifest(value: manifest.Manifest) -> bytes:
+    parts = manifest.encode_entries(value.entries), manifest.encode_tree(value.tree), value.plain
+    return manifest.join(*parts, value.shared, value.provenance)
 
 
 def is_inside(entry: Entry) -> bool:
     return all(at + n <= of for at, n, of in zip(entry.offset, entry.shape, entry.global_shape, strict=True))
 
 
-def is_manifest(its: manifest.Manifest) -> bool:
-    room = PAYLOAD_NBYTES + (its.shared.nbytes if its.shared else 0)
-    return all(is_inside(one) and 0 <= one.start <= one.start + one.nbytes <= room for one in its.entries)
+def is_manifest(value: manifest.Manifest) -> bool:
+    room = PAYLOAD_NBYTES + (value.shared.nbytes if value.shared else 0)
+    return all(is_inside(entry) and 0 <= entry.start <= entry.start + entry.nbytes <= room for entry in value.entries)
 
 
 @st.composite
@@ -181,8 +181,8 @@ def read_structure(raw: bytes) -> RankStructure:
     return old_ranks.structure_from_document(json.loads(raw), PLAIN_LEAVES)
 
 
-def write_structure(its: RankStructure) -> bytes:
-    return json.dumps(its.document).encode()
+def write_structure(value: RankStructure) -> bytes:
+    return json.dumps(value.document).encode()
 
 
 # Of a directory
@@ -208,30 +208,30 @@ def indexes(draw: st.DrawFn) -> index.Index:
     return index.Index("x", BLOCK_NBYTES, sums, places, held)
 
 
-def encode_index(its: index.Index) -> bytes:
-    return index.encode_index(encode_manifest(its.manifest), PAYLOAD_NBYTES, its)[0]
+def encode_index(value: index.Index) -> bytes:
+    return index.encode_index(encode_manifest(value.manifest), PAYLOAD_NBYTES, value)[0]
 
 
-def plain_index(its: index.Index) -> Any:
-    return its.manifest, its.data, its.block_nbytes, its.checks.tolist(), its.of
+def plain_index(value: index.Index) -> Any:
+    return value.manifest, value.data, value.block_nbytes, value.checks.tolist(), value.of
 
 
-def is_index(its: index.Index) -> bool:
+def is_index(value: index.Index) -> bool:
     """Whether the rows that a reader would take are in the file and in a tensor, and have checksums."""
     return all(
         (place.packed or 0 <= place.start <= place.start + place.nbytes <= PAYLOAD_NBYTES)
-        and place.first_check + index.blocks(place.nbytes, its.block_nbytes) <= its.checks.size
+        and place.first_check + index.blocks(place.nbytes, value.block_nbytes) <= value.checks.size
         and entry.nbytes == place.nbytes
         and is_inside(entry)
-        for entry, place in its.pieces
+        for entry, place in value.pieces
     )
 
 
 @st.composite
 def hostile_indexes(draw: st.DrawFn) -> bytes:
     """An index with rows that are elsewhere, of no tensor, or without checksums."""
-    its = draw(indexes())
-    places, checks = dict(its.of), its.checks
+    valid = draw(indexes())
+    places, checks = dict(valid.of), valid.checks
     wrong = st.integers(0, 9) | st.sampled_from([PAYLOAD_NBYTES, 2**60, 2**61, 2**63, 2**64 - 1])
     for number in draw(st.lists(st.integers(0, 9), max_size=2)):
         field = draw(st.sampled_from(Place._fields))
@@ -240,9 +240,9 @@ def hostile_indexes(draw: st.DrawFn) -> bytes:
     raw = index.encode_index(
         b"",
         draw(st.sampled_from([PAYLOAD_NBYTES, 0, 2**63])),
-        dataclasses.replace(its, of=places, checks=checks[: draw(st.integers(0, 99))]),
+        dataclasses.replace(valid, of=places, checks=checks[: draw(st.integers(0, 99))]),
     )[0]
-    return raw + draw(hostile_manifests() | st.just(encode_manifest(its.manifest)))
+    return raw + draw(hostile_manifests() | st.just(encode_manifest(valid.manifest)))
 
 
 FILES = [RankFiles(f"rank-0000{n}.h5", 4096, 2**64 - 1, f"rank-0000{n}.h5", 4096, 512, 88, 2**64 - 2) for n in range(2)]
@@ -254,7 +254,7 @@ def write_table() -> bytes:
     def entry(name: str, whole: int, offset: int, rows: int, start: int) -> Entry:
         return Entry(name, "tensor", "float32", (whole, 2), (offset, 0), (rows, 2), start, 8 * rows)
 
-    mine = {}
+    described = {}
     for rank, dealt in enumerate([(0, 0, -1), (0, 40, 0)]):
         held = [
             entry("w", 8, 4 * rank, 4, 0),
@@ -262,9 +262,11 @@ def write_table() -> bytes:
             entry("b", 2, 0, 2, 64),
             entry("s", 2, 0, 2, 80),
         ]
-        its = Described.of(held, ["d", [["n", ["p", 0]]]], [rank], {1: 5, 2: 6, 3: 7}, dealt)
-        mine[rank] = dataclasses.replace(its, structure=dataclasses.replace(its.structure, alike=(2, 1), shared=(3,)))
-    return index.encode_table("hdf5", "job", FILES, gather_ranks(World(None, this_node(), math.inf), mine))
+        value = Described.of(held, ["d", [["n", ["p", 0]]]], [rank], {1: 5, 2: 6, 3: 7}, dealt)
+        described[rank] = dataclasses.replace(
+            value, structure=dataclasses.replace(value.structure, alike=(2, 1), shared=(3,))
+        )
+    return index.encode_table("hdf5", "job", FILES, gather_ranks(World(None, this_node(), math.inf), described))
 
 
 @st.composite
@@ -275,11 +277,11 @@ def hostile_tables(draw: st.DrawFn) -> bytes:
     return len(text).to_bytes(8, "little") + text + raw[end:]
 
 
-def is_table(its: RankTable) -> bool:
+def is_table(value: RankTable) -> bool:
     """Whether each rank is there once, files are in the directory, and shards in their tensors."""
-    ranks = sorted(rank for group in its.groups for rank in group.ranks.tolist())
-    names = [name for stored in its.files for name in (stored.card, stored.data)]
-    held = [entry for group in its.groups for row in group.rows for entry in group.structure.entries(row)]
+    ranks = sorted(rank for group in value.groups for rank in group.ranks.tolist())
+    names = [name for stored in value.files for name in (stored.card, stored.data)]
+    held = [entry for group in value.groups for row in group.rows for entry in group.structure.entries(row)]
     return ranks == [0, 1] and not any("/" in name for name in names) and all(map(is_inside, held))
 
 
@@ -301,10 +303,10 @@ PARTS = st.fixed_dictionaries({
 
 
 def read_part(raw: bytes) -> Any:
-    found = heartbeat.read_part(raw, heartbeat.CourierPart)
-    if isinstance(found, str):
-        raise ValueError(found)
-    return found
+    decoded = heartbeat.read_part(raw, heartbeat.CourierPart)
+    if isinstance(decoded, str):
+        raise ValueError(decoded)
+    return decoded
 
 
 CODECS = {
@@ -318,18 +320,18 @@ CODECS = {
     "table of ranks": Codec(
         st.builds(lambda: index.decode_table(write_table(), 2)), lambda _: write_table(),
         partial(index.decode_table, world_size=2), is_valid=is_table, hostile=hostile_tables(),
-        plainly=lambda its: (its.files, its.dealt.tolist(), its.differ, its.plain_differ),
+        plainly=lambda value: (value.files, value.dealt.tolist(), value.differ, value.plain_differ),
     ),
     "structure of ranks": Codec(
         structures(), write_structure, read_structure, manifest.BAD_DOCUMENT,
-        lambda found: read_structure(write_structure(found)) == found,
-        hostile=structures().flatmap(lambda its: spoiled(json.loads(write_structure(its)))).map(write_json),
+        lambda decoded: read_structure(write_structure(decoded)) == decoded,
+        hostile=structures().flatmap(lambda value: spoiled(json.loads(write_structure(value)))).map(write_json),
     ),
     "canonical JSON": Codec(JSON, canonical_json.encode, canonical_json.decode, ValueError,
-                            lambda found: canonical_json.decode(canonical_json.encode(found)) == found),
+                            lambda decoded: canonical_json.decode(canonical_json.encode(decoded)) == decoded),
     "heartbeat": Codec(PARTS, heartbeat.encode, read_part, ValueError,
-                       lambda found: found is None or heartbeat.encode(found) != b""),
-    "message of JSON": Codec(JSON, pack, read_message, BadLine, lambda found: bool(pack(found))),
+                       lambda decoded: decoded is None or heartbeat.encode(decoded) != b""),
+    "message of JSON": Codec(JSON, pack, read_message, BadLine, lambda decoded: bool(pack(decoded))),
 }  # fmt: skip
 CHECKED = [name for name, codec in CODECS.items() if codec.is_valid is None]
 
@@ -340,8 +342,8 @@ CHECKED = [name for name, codec in CODECS.items() if codec.is_valid is None]
 def test_what_is_written_comes_back_equal(name: str, data: st.DataObject) -> None:
     codec = CODECS[name]
     value = data.draw(codec.values)
-    found = codec.decode(codec.encode(value))
-    assert type(found) is type(value) and codec.plainly(found) == codec.plainly(value)
+    decoded = codec.decode(codec.encode(value))
+    assert type(decoded) is type(value) and codec.plainly(decoded) == codec.plainly(value)
 
 
 @pytest.mark.parametrize("name", CHECKED)
@@ -379,7 +381,7 @@ def damaged(draw: st.DrawFn, codec: Codec) -> bytes:
 def test_no_bytes_make_a_reader_do_anything_but_refuse_or_read_what_is_valid(name: str, data: st.DataObject) -> None:
     codec = CODECS[name]
     try:
-        found = codec.decode(data.draw(damaged(codec)))
+        decoded = codec.decode(data.draw(damaged(codec)))
     except codec.refuses:
         return
-    assert codec.is_valid is None or codec.is_valid(found)
+    assert codec.is_valid is None or codec.is_valid(decoded)

@@ -58,13 +58,13 @@ def test_the_format_is_the_golden_one(node_memory: Any) -> None:
 
 def test_the_golden_file_reads_as_documented() -> None:
     raw = np.frombuffer(GOLDEN.read_bytes(), dtype=np.uint8)
-    found = read_header(raw)
-    assert found is not None
-    assert (found.step, found.rank, found.world_size, found.node, found.scheme) == (12, 1, 4, "node-a", "copy")
-    assert (found.job, found.group, found.attempt.generation) == ("run42", (1, 3), 5)
-    document = json.loads(raw[4096 : 4096 + found.manifest_nbytes].tobytes())
+    header = read_header(raw)
+    assert header is not None
+    assert (header.step, header.rank, header.world_size, header.node, header.scheme) == (12, 1, 4, "node-a", "copy")
+    assert (header.job, header.group, header.attempt.generation) == ("run42", (1, 3), 5)
+    document = json.loads(raw[4096 : 4096 + header.manifest_nbytes].tobytes())
     assert document["entries"][0] == ["weights", "array", "<f4", [3, 100], [0, 0], [3, 100], 0, 1200]
-    start = found.extents.payload_start
+    start = header.extents.payload_start
     assert raw[start : start + 1200].view("<f4").tolist() == list(range(300))
 
 

@@ -30,35 +30,35 @@ def table(*rows: tuple[bytes, int, int, int, int, int], world_size: int = 2) -> 
     )
 
 
-def with_parity(found: Inventory, group: tuple[int, ...], losses: int, *places: tuple[int, int, int]) -> Inventory:
+def with_parity(stock: Inventory, group: tuple[int, ...], losses: int, *places: tuple[int, int, int]) -> Inventory:
     """An inventory, and parity files of its only attempt as (rank, node, file)."""
     rows = np.zeros(len(places), dtype=FOUND)
-    rows[:] = found.rows[0]
+    rows[:] = stock.rows[0]
     for row, (rank, node, file) in zip(rows, places, strict=True):
         row["rank"], row["node"], row["file"], row["kind"], row["number"] = rank, node, file, Kind.PARITY, losses
-    return join([found, Inventory(rows, (group,))])
+    return join([stock, Inventory(rows, (group,))])
 
 
-def with_shares(found: Inventory, files: set[int], number: int) -> Inventory:
+def with_shares(stock: Inventory, files: set[int], number: int) -> Inventory:
     """An inventory in which some files are shares."""
-    rows = found.rows.copy()
+    rows = stock.rows.copy()
     some = np.isin(rows["file"], list(files))
     rows["kind"][some], rows["shared_by"][some], rows["number"][some], rows["shares"][some] = Kind.SHARE, 0, number, 4
-    return Inventory(rows, found.groups)
+    return Inventory(rows, stock.groups)
 
 
 def test_the_newest_attempt_with_a_slot_for_every_rank_is_chosen() -> None:
-    found = table((RUN_A, 1, 10, 0, 0, 0), (RUN_A, 1, 10, 1, 1, 0), (RUN_A, 2, 20, 0, 0, 1))
-    choice = choose(found, (0, 1))
+    stock = table((RUN_A, 1, 10, 0, 0, 0), (RUN_A, 1, 10, 1, 1, 0), (RUN_A, 2, 20, 0, 0, 1))
+    choice = choose(stock, (0, 1))
     assert choice is not None
     assert (choice.step, choice.attempt, choice.source) == (10, Attempt(RUN_A, 1), ((0, 0), (1, 0)))
 
 
 def test_a_step_can_be_asked_for() -> None:
-    found = table(*((RUN_A, g, 10 * g, r, r, g) for g in (1, 2) for r in (0, 1)))
-    assert choose(found, (0, 1), WantedStep(10)).step == 10  # type: ignore[union-attr]
-    assert choose(found, (0, 1), WantedStep(15)) is None
-    assert [(a.generation, s, n) for a, s, n in found.attempts()] == [(2, 20, 2), (1, 10, 2)]
+    stock = table(*((RUN_A, g, 10 * g, r, r, g) for g in (1, 2) for r in (0, 1)))
+    assert choose(stock, (0, 1), WantedStep(10)).step == 10  # type: ignore[union-attr]
+    assert choose(stock, (0, 1), WantedStep(15)) is None
+    assert [(a.generation, s, n) for a, s, n in stock.attempts()] == [(2, 20, 2), (1, 10, 2)]
 
 
 def names(*numbers: int) -> list[str]:
@@ -85,17 +85,17 @@ def test_files_are_shared_out_once_each_and_one_of_each_pair_can_be_written(data
         for n in range(count)
         if data.draw(st.booleans())
     ]
-    found = table(*rows)
+    stock = table(*rows)
     here = sorted(data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)))
     shares = {rank: (0, n) for n, rank in enumerate(here) if data.draw(st.booleans())}
-    found = with_shares(found, data.draw(st.sets(st.integers(0, 17))), data.draw(st.integers(0, 3)))
+    stock = with_shares(stock, data.draw(st.sets(st.integers(0, 17))), data.draw(st.integers(0, 3)))
     inboxes = {rank: owners[rank] for rank in here}
-    files, unused = assign(found, names(*range(count)), Attempt(RUN_A, 2), True, inboxes, shares)
-    kept = {n for _, g, _, _, _, n in rows if g == 2}
+    files, unused = assign(stock, names(*range(count)), Attempt(RUN_A, 2), True, inboxes, shares)
+    chosen = {n for _, g, _, _, _, n in rows if g == 2}
     pairs = [pair for f in files.values() for pair in [f.own, f.share, *f.inbox.values()]]
     shared = [n for pair in pairs for n in pair if n is not None]
     assert sorted([*shared, *unused]) == list(range(count))
-    assert not any(pair[0] in kept and pair[1] in kept for pair in pairs)
+    assert not any(pair[0] in chosen and pair[1] in chosen for pair in pairs)
 
 
 def test_what_16384_ranks_tell_each_other_is_less_than_a_megabyte() -> None:
@@ -122,13 +122,13 @@ def test_a_step_needs_every_share_of_what_its_slots_share() -> None:
         row["generation"], row["step"] = generation, 10 * generation
         row["number"], row["node"], row["file"] = number, node, file
     files["kind"], files["shares"] = Kind.SHARE, 2
-    found = Inventory(np.concatenate([rows, files]))
-    choice = choose(found, (0, 1))
+    stock = Inventory(np.concatenate([rows, files]))
+    choice = choose(stock, (0, 1))
     assert choice is not None and choice.step == 20
     assert choice.shares == {(0, 0): ((0, 8), (1, 9)), (0, 1): ((1, 8),)}
-    assert choose(found.without([(0, 8)]), (0, 1)).step == 20  # type: ignore[union-attr]
-    assert choose(found.without([(1, 8)]), (0, 1)).step == 10  # type: ignore[union-attr]
-    assert choose(found.without([(1, 8), (0, 7)]), (0, 1)) is None
+    assert choose(stock.without([(0, 8)]), (0, 1)).step == 20  # type: ignore[union-attr]
+    assert choose(stock.without([(1, 8)]), (0, 1)).step == 10  # type: ignore[union-attr]
+    assert choose(stock.without([(1, 8), (0, 7)]), (0, 1)) is None
 
 
 def slots(world_size: int, *ranks: int) -> Inventory:
@@ -138,8 +138,8 @@ def slots(world_size: int, *ranks: int) -> Inventory:
 
 def test_a_rank_without_a_slot_is_rebuilt_where_enough_of_its_group_is_there() -> None:
     group = (0, 1, 2, 3)
-    found = with_parity(slots(4, 0, 2, 3), group, 1, (0, 0, 1), (2, 2, 1), (3, 3, 1))
-    choice = choose(found, (0, 1, 2, 3))
+    stock = with_parity(slots(4, 0, 2, 3), group, 1, (0, 0, 1), (2, 2, 1), (3, 3, 1))
+    choice = choose(stock, (0, 1, 2, 3))
     assert choice is not None
     files = ParityGroup(group, 1, ((0, 1), None, (2, 1), (3, 1)))
     assert (choice.source, choice.rebuilt) == (((0, 0), None, (2, 0), (3, 0)), {1: files})

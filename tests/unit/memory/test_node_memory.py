@@ -102,12 +102,12 @@ def test_where_somebody_took_this_users_directory_first_the_next_name_is_used_an
     after = taken.lstat()
     assert (after.st_ino, after.st_mode, after.st_uid, after.st_mtime) == (
         before.st_ino, before.st_mode, before.st_uid, before.st_mtime)  # fmt: skip
-    said = [record for record in caplog.records if str(taken) in record.getMessage()]
-    assert len(said) == 1 and "is passed over" in said[0].getMessage()
+    warnings = [record for record in caplog.records if str(taken) in record.getMessage()]
+    assert len(warnings) == 1 and "is passed over" in warnings[0].getMessage()
     taken.rmdir() if kind == "directory" else taken.unlink()
-    again = NodeDirectory(str(shm), "j")
-    assert again.slot_names() == ["slot-0000"], "the first name is free now: the job is where it was"
-    again.close()
+    later = NodeDirectory(str(shm), "j")
+    assert later.slot_names() == ["slot-0000"], "the first name is free now: the job is where it was"
+    later.close()
     (shm / f"mlflash-{UID}").mkdir(mode=0o700)
     NodeDirectory(str(shm), "new").close()
     assert NodeDirectory(str(shm), "j").slot_names() == ["slot-0000"]
@@ -164,8 +164,8 @@ def test_what_is_named_like_a_file_of_ours_and_is_not_is_passed_over_and_never_t
     assert {n: (s.st_ino, s.st_mode, s.st_size) for n, s in after.items()} == {
         n: (s.st_ino, s.st_mode, s.st_size) for n, s in before.items()}  # fmt: skip
     assert target.read_bytes() == b"x" * 8192
-    said = [record.getMessage() for record in caplog.records if "is passed over, as" in record.getMessage()]
-    assert len(said) == 4 and any("slot-0000" in text for text in said)
+    warnings = [record.getMessage() for record in caplog.records if "is passed over, as" in record.getMessage()]
+    assert len(warnings) == 4 and any("slot-0000" in text for text in warnings)
 
 
 @pytest.mark.parametrize("name", ["../k/slot-0000", "/etc/passwd", "..", ""])
@@ -226,7 +226,7 @@ def test_a_file_that_grows_keeps_its_pages_and_its_name(node_memory: NodeDirecto
 def test_a_file_is_lent_until_it_is_taken_back_whatever_forked_children_hold(node_memory: NodeDirectory) -> None:
     segment = create(node_memory, 4096)
     other = create(node_memory, 4096)
-    first, second, third = (lend(node_memory, one.name) for one in (segment, segment, other))
+    first, second, third = (lend(node_memory, file.name) for file in (segment, segment, other))
     beside = attach(node_memory, segment.name)
     assert segment.is_lent and beside.is_lent, "each who has the file sees it"
     first[1]()
@@ -290,9 +290,9 @@ def test_cgroup_limits_are_read_in_both_versions(tmp_path: Path) -> None:
         "sys/fs/cgroup/job/step/memory.max": "max\n",
         "sys/fs/cgroup/job/step/memory.current": "1\n",
     })  # fmt: skip
-    found = available(str(tmp_path), v2)
-    assert found["MemAvailable of the node"] == 51_200
-    assert [v for k, v in found.items() if k.startswith("memory limit")] == [3500]
+    free = available(str(tmp_path), v2)
+    assert free["MemAvailable of the node"] == 51_200
+    assert [v for k, v in free.items() if k.startswith("memory limit")] == [3500]
     v1 = fake_root(tmp_path / "v1", {
         "proc/self/mounts": "cgroup /sys/fs/cgroup/memory cgroup rw,memory 0 0\ncgroup /x cgroup rw,cpu 0 0\n",
         "proc/self/cgroup": "5:memory:/slurm/job\n4:cpu:/\n",
@@ -301,14 +301,14 @@ def test_cgroup_limits_are_read_in_both_versions(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/slurm/memory.limit_in_bytes": "9223372036854771712\n",
         "sys/fs/cgroup/memory/slurm/memory.usage_in_bytes": "1000\n",
     })  # fmt: skip
-    found = available(str(tmp_path), v1)
-    assert [v for k, v in found.items() if k.startswith("memory limit")] == [7000]
+    free = available(str(tmp_path), v1)
+    assert [v for k, v in free.items() if k.startswith("memory limit")] == [7000]
 
 
 def test_what_leaves_no_room_is_named_and_other_errors_are_none_of_it(tmp_path: Path) -> None:
-    said = {number: too_small(OSError(number, ""), str(tmp_path), "1 GiB") for number in (
+    problems = {number: too_small(OSError(number, ""), str(tmp_path), "1 GiB") for number in (
         errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG, errno.EIO)}  # fmt: skip
-    assert said.pop(errno.EIO) is None
+    assert problems.pop(errno.EIO) is None
     reasons = ["is full", "has no memory left", "has no room left for this user (quota)",
                "may not have such large files of this process (ulimit -f)"]  # fmt: skip
-    assert [error and error.message for error in said.values()] == [f"{tmp_path} {reason}" for reason in reasons]
+    assert [error and error.message for error in problems.values()] == [f"{tmp_path} {reason}" for reason in reasons]

@@ -62,8 +62,8 @@ class Both:
     def pairs(self) -> list[tuple[SlotId, Slot, Slot]]:
         """The trainer's and the courier's side of each slot."""
         sides = ((False, self.own.own, self.pool.own), (True, self.own.shares, self.pool.shares))
-        return [(SlotId(kind, number), *both) for kind, mine, theirs in sides
-                for number, both in enumerate(zip(mine, theirs, strict=True))]  # fmt: skip
+        return [(SlotId(kind, number), *both) for kind, own, slot in sides
+                for number, both in enumerate(zip(own, slot, strict=True))]  # fmt: skip
 
     def take(self, leave: bool = False) -> Save | None:
         save = Save()
@@ -75,7 +75,7 @@ class Both:
         self.saves.append(save)
         return save
 
-    def got(self, save: Save) -> list[Slot]:
+    def leased(self, save: Save) -> list[Slot]:
         return self.pool.leased(save.number)
 
     def give_back(self, save: Save) -> None:
@@ -84,21 +84,21 @@ class Both:
 
     def finish(self, save: Save, committed: bool) -> Slot:
         self.generation += 1
-        attempt, got = Attempt(b"r" * 16, self.generation), self.got(save)
-        for slot in got if committed else ():
+        attempt, leased = Attempt(b"r" * 16, self.generation), self.leased(save)
+        for slot in leased if committed else ():
             header: Any = types.SimpleNamespace(attempt=attempt)
             slot.header = header
-        self.pool.release(attempt, got, committed)
+        self.pool.release(attempt, leased, committed)
         self.own.ended(save)
         self.saves.remove(save)
-        return got[0]
+        return leased[0]
 
     def grow(self, slots: Sequence[Slot], nbytes: int, waiting: Sequence[Slot] = ()) -> None:
         """Replace files as `context.make_room` does."""
         with self.pool.reserved([(slot, nbytes) for slot in slots]) as taken:
             self.check()
             for slot in slots:
-                is_ours = any(slot is one for one in (*taken, *waiting))
+                is_ours = any(slot is other for other in (*taken, *waiting))
                 if is_ours and not slot.drains and slot.view.nbytes < nbytes and not slot.is_lent:
                     old, slot.segment = slot.segment, None
                     unmap(slot)
@@ -108,15 +108,15 @@ class Both:
 
     def check(self) -> None:
         """What a save fills is leased to it and to nobody else, and it fills the file that the courier has."""
-        for name, mine, theirs in self.pairs():
-            save = self.own._leases.get(mine.lease)
+        for name, own, slot in self.pairs():
+            save = self.own._leases.get(own.lease)
             if isinstance(save, Save) and not save.is_sent:
-                assert theirs.use is Use.BUSY and theirs.lease == mine.lease == save.number, f"{name} is not leased"
-                assert not theirs.drains, f"{name} is read, and may be filled"
-                assert (mine.inode, mine.view.nbytes) == (theirs.inode, theirs.view.nbytes), f"{name} has two files"
-                assert any(mine.segment is one for one in save.segments), f"{name} is unmapped while it is filled"
-            assert (theirs.lease > 0) <= (theirs.use is Use.BUSY), f"{name} is leased, and free"
-        numbers = [theirs.lease for _, _, theirs in self.pairs() if theirs.lease]
+                assert slot.use is Use.BUSY and slot.lease == own.lease == save.number, f"{name} is not leased"
+                assert not slot.drains, f"{name} is read, and may be filled"
+                assert (own.inode, own.view.nbytes) == (slot.inode, slot.view.nbytes), f"{name} has two files"
+                assert any(own.segment is other for other in save.segments), f"{name} is unmapped while it is filled"
+            assert (slot.lease > 0) <= (slot.use is Use.BUSY), f"{name} is leased, and free"
+        numbers = [slot.lease for _, _, slot in self.pairs() if slot.lease]
         assert all(numbers.count(number) == 2 for number in numbers), "a lease is of a pair"
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class Walk(RuleBasedStateMachine):
         self.both = Both(self.memory, count)
         self.newest: Slot | None = None
         self.lent: list[tuple[Slot, bytes]] = []
-        self.told: list[list[SlotFile]] = []  # reports that are on their way
+        self.reports: list[list[SlotFile]] = []  # reports that are on their way
 
     def saves(self, is_sent: bool) -> list[Save]:
         return [save for save in self.both.saves if save.is_sent == is_sent]
@@ -194,17 +194,17 @@ class Walk(RuleBasedStateMachine):
         assert self.both.own.wait_until_ended(1.0, lambda taker: True)
         assert {slot.use for slot in (*self.both.own.own, *self.both.own.shares)} == {Use.HOLDS}
         self.both.saves.clear()
-        self.told.clear()
-        for _, _, theirs in self.both.pairs():
-            if theirs.use is Use.BUSY:
-                theirs.use, theirs.lease = Use.FREE, 0
+        self.reports.clear()
+        for _, _, slot in self.both.pairs():
+            if slot.use is Use.BUSY:
+                slot.use, slot.lease = Use.FREE, 0
 
     @rule(arrives=st.booleans())
     def news(self, arrives: bool) -> None:
         """Files are reported, and reports arrive in order, but perhaps after the answer to a later lease."""
-        self.told.append(self.both.pool.news())
-        while arrives and self.told:
-            self.both.own.update(self.told.pop(0))
+        self.reports.append(self.both.pool.news())
+        while arrives and self.reports:
+            self.both.own.update(self.reports.pop(0))
 
     @rule(some=st.sets(st.integers(0, 3), min_size=1, max_size=2), pages=st.integers(1, 5))
     def grow(self, some: set[int], pages: int) -> None:
@@ -215,8 +215,8 @@ class Walk(RuleBasedStateMachine):
     @rule(pages=st.integers(1, 5))
     def grow_what_a_save_waits_for(self, pages: int) -> None:
         save = self.saves(is_sent=True)[-1]
-        got = self.both.got(save)
-        self.both.grow(got, PAGE_NBYTES * pages, got)
+        leased = self.both.leased(save)
+        self.both.grow(leased, PAGE_NBYTES * pages, leased)
         self.both.own.update(self.both.pool.files_of(save.number))
         for slot in save.pair:
             slot.view[:] = 7
@@ -231,10 +231,10 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: not self.lent)
     @rule()
     def lend(self) -> None:
-        for name, mine, theirs in self.both.pairs():
-            if theirs.use is Use.HOLDS and mine.segment is not None and not name.is_share:
-                slot = self.both.own.lend(self.both.own.holding(name.number))
-                self.lent.append((slot, slot.view.tobytes()))
+        for name, own, slot in self.both.pairs():
+            if slot.use is Use.HOLDS and own.segment is not None and not name.is_share:
+                lent = self.both.own.lend(self.both.own.holding(name.number))
+                self.lent.append((lent, lent.view.tobytes()))
 
     @precondition(lambda self: self.lent)
     @rule(nth=st.integers(0, 9))
@@ -271,9 +271,9 @@ def test_a_larger_file_may_have_the_number_on_disk_that_the_smaller_one_had(
 
     def fstat(fd: int) -> Any:
         """As on file systems that give a number again as soon as nobody has the file."""
-        found = real(fd)
-        names = [name for name in dir(found) if name.startswith("st_")]
-        return types.SimpleNamespace(**{**{name: getattr(found, name) for name in names}, "st_ino": 7})
+        status = real(fd)
+        names = [name for name in dir(status) if name.startswith("st_")]
+        return types.SimpleNamespace(**{**{name: getattr(status, name) for name in names}, "st_ino": 7})
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fstat", fstat)

@@ -71,8 +71,8 @@ def with_parity(units: list[np.ndarray], parities: int) -> list[np.ndarray]:
 
 
 def made_good(units: list[np.ndarray], n: int, have: Sequence[int], lost: Sequence[int]) -> bool:
-    found = made(erasure_codes.matrix(n, have, lost), [units[unit] for unit in have], units[0].nbytes)
-    return all(np.array_equal(units[unit], again) for unit, again in zip(lost, found, strict=True))
+    rebuilt = made(erasure_codes.matrix(n, have, lost), [units[unit] for unit in have], units[0].nbytes)
+    return all(np.array_equal(units[unit], content) for unit, content in zip(lost, rebuilt, strict=True))
 
 
 def by_the_book(coefficients: np.ndarray, sources: Sequence[np.ndarray]) -> np.ndarray:
@@ -85,8 +85,8 @@ def test_every_loss_of_up_to_k_units_is_made_good_and_one_more_is_refused(n: int
     for k in range(1, erasure_codes.MAX_PARITY + 1):
         units = with_parity(random_units(n, 67), k)
         for lost in itertools.chain.from_iterable(itertools.combinations(range(n + k), r) for r in range(k + 1)):
-            left = [unit for unit in range(n + k) if unit not in lost]
-            for have in (left[:n], left[: -n - 1 : -1]):  # as little, and as much, parity as there is
+            remaining = [unit for unit in range(n + k) if unit not in lost]
+            for have in (remaining[:n], remaining[: -n - 1 : -1]):  # as little, and as much, parity as there is
                 assert made_good(units, n, have, lost), (k, have, lost)
         for lost in itertools.combinations(range(n + k), k + 1):
             with pytest.raises(ValueError, match=f"{n - 1} units are there, {n} are needed"):

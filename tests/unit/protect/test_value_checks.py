@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlflash.memory.slot import Slot
-from mlflash.protect.examiner import FORMATS, Examiner, Finding, Stored, count, find, largest
+from mlflash.protect.value_checks import FORMATS, Examiner, Finding, Stored, count, find, largest
 from mlflash.state.layout import PAGE_NBYTES, Extents
 from mlflash.state.leaves import Entry
 
@@ -86,15 +86,15 @@ def test_the_largest_magnitude_of_any_run_is_that_which_torch_finds(dtype: str, 
     raw = np.frombuffer(data.draw(st.binary(min_size=64 * form.nbytes, max_size=64 * form.nbytes)), np.uint8).copy()
     runs = sorted(data.draw(st.sets(st.integers(0, 64), min_size=2, max_size=6)))
     bounds = [runs[0], *[edge for run in runs[1:-1] for edge in (run, run)], 64]
-    found = largest(raw, form, np.array(bounds))
+    magnitudes = largest(raw, form, np.array(bounds))
     values = torch.from_numpy(raw).view(kind).to(torch.float64)
     for nth, (low, high) in enumerate(zip(bounds[::2], bounds[1::2], strict=True)):
         part = values[low:high]
         if part.isnan().any():
-            assert found[nth] >= form.nan
+            assert magnitudes[nth] >= form.nan
             assert count(raw[low * form.nbytes : high * form.nbytes], form)[0] == int(part.isnan().sum())
         else:
-            assert form.value(int(found[nth])) == float(part.abs().max())
+            assert form.value(int(magnitudes[nth])) == float(part.abs().max())
             infinite = count(raw[low * form.nbytes : high * form.nbytes], form)
             assert infinite == (0, int(part.isinf().sum()))
 
@@ -109,7 +109,7 @@ def test_nan_and_infinity_of_either_sign_are_found_in_every_format(dtype: str, s
         model.put("w", 4321, math.copysign(value, sign))
         stored = torch.tensor([value]).to(kind).to(torch.float64)
         expected = "NaN" if stored.isnan().any() else what if stored.isinf().any() else "large"  # of formats without it
-        assert {(one.tensor, one.what) for one in model.save(examiner)} == {("w", expected)}
+        assert {(finding.tensor, finding.what) for finding in model.save(examiner)} == {("w", expected)}
 
 
 def test_a_tensor_that_becomes_zero_is_suspect_and_one_that_was_is_not() -> None:
@@ -117,9 +117,9 @@ def test_a_tensor_that_becomes_zero_is_suspect_and_one_that_was_is_not() -> None
     model.set("moment", torch.zeros(1000))
     assert not model.save(examiner) and not model.save(examiner)
     model.set("w", torch.zeros(1000))
-    assert [(one.tensor, one.what) for one in model.save(examiner)] == [("w", "zero")]
+    assert [(finding.tensor, finding.what) for finding in model.save(examiner)] == [("w", "zero")]
     model.set("moment", torch.full((1000,), 1e-3))
-    assert [one.tensor for one in model.save(examiner)] == ["w"]
+    assert [finding.tensor for finding in model.save(examiner)] == ["w"]
 
 
 def test_what_is_suspect_stays_so_until_it_is_as_it_was() -> None:
@@ -127,9 +127,9 @@ def test_what_is_suspect_stays_so_until_it_is_as_it_was() -> None:
     model.save(examiner)
     model.set("w", torch.zeros(1000))
     model.put("v", 3, NAN)
-    assert [{one.what for one in model.save(examiner)} for _ in range(6)] == [{"zero", "NaN"}] * 6
+    assert [{finding.what for finding in model.save(examiner)} for _ in range(6)] == [{"zero", "NaN"}] * 6
     model.put("v", 3, 0.5)
-    assert [{one.what for one in model.save(examiner)} for _ in range(2)] == [{"zero"}] * 2
+    assert [{finding.what for finding in model.save(examiner)} for _ in range(2)] == [{"zero"}] * 2
     model.put("w", 3, 1e-3)
     assert not model.save(examiner)
 
@@ -139,7 +139,7 @@ def test_a_value_far_beyond_all_before_is_suspect(value: float, is_suspect: bool
     model, examiner = Model({"w": 1000}), Examiner(1.0, [])
     model.save(examiner)
     model.put("w", 500, value)
-    assert [one.what for one in model.save(examiner)] == ["large"] * is_suspect
+    assert [finding.what for finding in model.save(examiner)] == ["large"] * is_suspect
     model.put("w", 500, 0.5)
     assert not model.save(examiner)
 
@@ -156,7 +156,7 @@ def test_names_that_are_skipped_and_whole_numbers_are_not_looked_at() -> None:
     model = Model({"attention_mask": 100, "w": 100})
     model.put("attention_mask", 3, NAN)
     assert not model.save(Examiner(1.0, ["*mask*"]))
-    assert [one.tensor for one in model.save(Examiner(1.0, ["w"]))] == ["attention_mask"]
+    assert [finding.tensor for finding in model.save(Examiner(1.0, ["w"]))] == ["attention_mask"]
     whole = [Stored(Entry("n", "tensor", "int64", (9,), (0,), (9,), 0, 72), 0, 72)]
     assert find(whole, model.extents, ()).names == ()
     assert not Examiner(0.0, []).is_on

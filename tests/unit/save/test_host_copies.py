@@ -34,8 +34,8 @@ def test_leaves_of_any_kind_are_copied_bit_for_bit() -> None:
     assert (made.structure, made.plain) == (before.structure, before.plain)
     for entry, value, live in zip(made.structure.entries, made.values, before.values, strict=True):
         live = live if isinstance(live, np.ndarray) else live.detach().resolve_conj()
-        kept = np.ascontiguousarray(live) if isinstance(live, np.ndarray) else live.contiguous()
-        assert np.array_equal(as_bytes(value), as_bytes(kept)), entry.name
+        copied_now = np.ascontiguousarray(live) if isinstance(live, np.ndarray) else live.contiguous()
+        assert np.array_equal(as_bytes(value), as_bytes(copied_now)), entry.name
         assert value.shape == live.shape, entry.name
     assert made.values[0].data_ptr() == made.values[1].data_ptr()
     large.zero_()
@@ -44,6 +44,6 @@ def test_leaves_of_any_kind_are_copied_bit_for_bit() -> None:
 
 def test_a_node_without_memory_for_it_besides_all_slots_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"a": torch.zeros(1 << 18)}  # 1 MiB, of which there are 5 with slots and copies, and 1 to spare
-    for left, local_size, is_made in ((6 << 20, 1, True), (5 << 20, 1, False), (6 << 20, 2, False)):
-        monkeypatch.setattr(stage, "available", lambda _, left=left: {"this": left, "that": 1 << 40})
+    for free, local_size, is_made in ((6 << 20, 1, True), (5 << 20, 1, False), (6 << 20, 2, False)):
+        monkeypatch.setattr(stage, "available", lambda _, free=free: {"this": free, "that": 1 << 40})
         assert (copied(state, local_size) is not None) is is_made

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mlflash import Checkpointer
 from mlflash.errors import StateError
 from mlflash.save.deferred_copies import DeferredCopies, DeviceCopies, SampledBytes
-from mlflash.save.until import HOOK, LazyLeaves, Steps
+from mlflash.save.lazy_saves import HOOK, LazyLeaves, Steps
 from mlflash.state.flatten import Flattener
 from mlflash.state.leaves import as_bytes
 

@@ -263,7 +263,7 @@ def test_a_trainer_that_hangs_is_seen_to_hang_though_its_courier_gets_on_whateve
     report = heard(shm)
     assert report["alive"] and report["courier_alive"] and watch.hangs() and not patient.hangs()
     looks.look([])
-    looks._said.clear()
+    looks._status.clear()
     assert not watch.hangs(), "no node answers: nothing is known"
     trainer.beat("saved", saved=5)
     looks.look(["a"])
