@@ -28,11 +28,11 @@ from mlflash.checkpointer.off import turned_off
 from mlflash.config import Config, from_environment
 from mlflash.errors import ConfigError, MlflashError, WorldMismatch
 from mlflash.launch.interfaces import own_address
-from mlflash.launch.launcher_variables import KEPT, PRESUMED, is_on_one_host, launched
+from mlflash.launch.launcher_variables import KEPT, is_on_one_host, launched
 from mlflash.launch.program_mpi import share, world_of
 from mlflash.launch.rendezvous import meeting_of
-from mlflash.run.decider_link import decider, is_spare
-from mlflash.run.forked_spare import fork_spares
+from mlflash.run.decider_link import is_spare
+from mlflash.run.forked_spare import begin_anew, fork_spares
 
 _BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = datetime.timedelta(minutes=10)
@@ -122,21 +122,29 @@ def _init_kept(backend: str | None, given: dict[str, Any], timeout: datetime.tim
 
     from . import kept_groups
 
-    if backend is not None or any(value not in (None, -1) for value in given.values()):
-        raise ConfigError("under mlflash run --keep-alive, init_process_group takes no backend, store or ranks",
-                          expected="none of them", found=str(backend or given))  # fmt: skip
+    if backend not in kept_groups.BACKENDS:
+        raise ConfigError("mlflash run --keep-alive replaces the connections of gloo and NCCL only: give one of these "
+                          "backends, or none", expected=str(kept_groups.BACKENDS[1:]), found=backend)  # fmt: skip
     if not hasattr(FSDPModule, "reset_iter_state"):
         raise ConfigError("mlflash run --keep-alive needs a newer PyTorch", expected="2.13", found=torch.__version__)
+    asked = os.environ["RANK"]
+
+    def is_new() -> bool:
+        return given["rank"] == -1 or os.environ["RANK"] == asked
+
     if is_spare() and not torch.cuda.is_initialized():
-        fork_spares(lambda: not torch.cuda._is_in_bad_fork())
+        fork_spares(lambda: not torch.cuda._is_in_bad_fork() and is_new())
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if not is_new():  # the program has asked for its rank before this process got another one
+        begin_anew(rank)
+    if refused := _refused(_Ranks(rank, size, "", str), (given["rank"], given["world_size"]), given["init_method"],
+                           timeout, given["store"]):  # fmt: skip
+        raise refused
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    link = decider()
-    if is_spare() and link is not None:
-        kept_groups.init_process_group(int(os.environ.get(PRESUMED, "0")), link.size, timeout)
-        return
-    kept_groups.init_process_group(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
-    connection.get(_config())
+    kept_groups.init_process_group(rank, size, timeout, backend)
+    if not is_spare():
+        connection.get(_config())
 
 
 def _check(backend: Any, comm: Any) -> None:

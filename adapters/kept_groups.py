@@ -13,6 +13,7 @@ Source: torchft's managed process groups, which keep a group in the same way; `t
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import logging
 import os
@@ -36,16 +37,22 @@ from torch.distributed.fsdp import FSDPModule
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from mlflash.errors import ConfigError
 from mlflash.events import Event
 from mlflash.launch.interfaces import own_address
 from mlflash.memory.process_names import read_stat
 from mlflash.run.decider_link import Seat, is_spare, registered_groups
 from mlflash.run.forked_spare import begin_anew
+from mlflash.run.progress import progress
+
+from .resized import forget_meshes, place, ranks_of, reshard, set_ranks, unit
 
 log = logging.getLogger("mlflash")
 
 Address = tuple[str, int]
 BACKEND = "exchangeable"
+BACKENDS = (None, "gloo", "nccl", "cpu:gloo,cuda:nccl")
+"""What a program may ask for; None: gloo, and NCCL where there are GPUs. "nccl" has gloo for CPU tensors, too."""
 # All methods that send. Torch calls those that its version has.
 _SENDING = ("_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced",
             "all_to_all_single", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce",
@@ -63,6 +70,7 @@ _MEETS = timedelta(seconds=10)  # limit for all ranks to meet or connect; gloo w
 _GIVEN = "_mlflash_buckets"  # the attribute of a DDP that has the buckets of its reducer
 _ON_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _drops = 0  # how often all groups were dropped
+_has_nccl = False  # whether groups use NCCL
 _presumes = False  # whether groups are made without other processes
 
 
@@ -92,6 +100,8 @@ class ExchangeableGroup(ProcessGroup):
     def size(self) -> int:
         return self._size
 
+    getRank, getSize = rank, size  # as C++ calls them
+
     def getBackendName(self) -> str:  # noqa: N802
         return BACKEND
 
@@ -103,9 +113,10 @@ class ExchangeableGroup(ProcessGroup):
     def group_desc(self) -> str:
         return self._description
 
-    def take(self, rank: int) -> None:
-        """Set another rank, in a group of all ranks. It counts from the next `exchange` on."""
-        self._rank = rank
+    def take(self, rank: int, ranks: Sequence[int]) -> None:
+        """Set another rank in the group, and the ranks of the job that the group has, from the next `exchange` on."""
+        self._rank, self._size = rank, len(ranks)
+        set_ranks(self, ranks)
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -160,9 +171,12 @@ class ExchangeableGroup(ProcessGroup):
         self.drop()
 
     def exchange(self, store: Store, timeout: timedelta) -> None:
-        """Connect again after `drop`. Collective over the group."""
-        own = PrefixStore(self._name, store)
-        self._connections, self._listeners = connect(own, self._rank, self._size, timeout)
+        """Connect again after `drop`. Collective over the group.
+
+        Args:
+            store: for this group alone.
+        """
+        self._connections, self._listeners = connect(store, self._rank, self._size, timeout)
 
     shutdown = drop
     abort = drop
@@ -171,9 +185,10 @@ class ExchangeableGroup(ProcessGroup):
 def _passed_on(name: str) -> Callable[..., Work]:
     def call(self: ExchangeableGroup, *args: Any, **named: Any) -> Work:
         connections = self.connections
+        progress.collective(name, self._size == dist.get_world_size())
         work: Work = getattr(connections, name)(*args, **named)
         if not isinstance(connections, FakeProcessGroup):
-            return work if _is_on_device(args) else self.watched(work)
+            return work if _has_nccl and _is_on_device(args) else self.watched(work)
         future: Future[Any] = Future()  # a fake group's work has no result, which DDP needs
         future.set_result(args[0])
         return _completed(future)
@@ -224,12 +239,14 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Pro
     gloo, listeners = _connect_gloo(store, rank, size, timeout)
     group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
     group._set_default_backend(kinds.GLOO)
-    if torch.cuda.is_available() and dist.is_nccl_available():
+    if _has_nccl:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         nccl = dist.ProcessGroupNCCL(PrefixStore("cuda", store), rank, size, options)
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
         group._set_default_backend(kinds.NCCL)
+    elif torch.cuda.is_available():
+        group._register_backend(torch.device("cuda"), kinds.GLOO, gloo)
     return group, listeners
 
 
@@ -319,8 +336,19 @@ def exchange_all(store: Store, timeout: timedelta) -> None:
     _wait_until_quiet()
     while _left:
         _left.pop().set()
+    for name, group in sorted(_known_to_all().items()):
+        group.exchange(PrefixStore(name, store), timeout)
+
+
+def _known_to_all() -> dict[str, ExchangeableGroup]:
+    """Give all groups by a name that is the same on all of their ranks. Torch's names follow from earlier ranks."""
+    named: dict[str, ExchangeableGroup] = {}
     for _, group in sorted(_groups.items()):
-        group.exchange(store, timeout)
+        ranks = ranks_of(group)
+        digest = hashlib.sha1(str(ranks).encode(), usedforsecurity=False).hexdigest()
+        number = sum(name.startswith(digest) for name in named)  # torch may make several groups of the same ranks
+        named[f"{digest} {number:06}"] = group
+    return named
 
 
 # All groups and wrappers of a training, as `mlflash.keep_alive` uses them.
@@ -337,6 +365,7 @@ class TorchGroups:
         self._timeout = timeout
         self._store: dist.TCPStore | None = None
         self._meets: tuple[str, int] | None = None  # where the store is
+        self._has_other_ranks = False  # whether models have the shards of other ranks
 
     def drop(self) -> None:
         cut_all()
@@ -366,16 +395,26 @@ class TorchGroups:
             known = json.loads(store.get(str(rank)))
         for model, buckets in zip(models, known, strict=True):
             forget_step(model, buckets)
+        if self._has_other_ranks:
+            reshard(models)
+            self._has_other_ranks = False
 
-    def take(self, rank: int) -> None:
-        if dist.get_rank() == rank:
-            return
+    def unit(self) -> int:
+        return unit(groups(), _wrapped())
+
+    def take(self, rank: int, size: int) -> None:
         all_ranks = dist.get_world_size()
+        if rank == dist.get_rank() and size == all_ranks:
+            return
         knows = any(type(thing) is DeviceMesh for thing in gc.get_objects())
-        if knows or any(group.size() != all_ranks for group in groups()):
+        if _presumes and rank != dist.get_rank() and (knows or any(group.size() != all_ranks for group in groups())):
             begin_anew(rank)
-        for group in groups():
-            group.take(rank)
+        models = _wrapped()
+        places = [(group, *place(group, models, rank, size)) for group in groups()]
+        for group, rank_in_group, ranks in places:
+            group.take(rank_in_group, ranks)
+        forget_meshes()
+        self._has_other_ranks = True
 
 
 def _looks(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
@@ -391,11 +430,20 @@ def _wrapped() -> list[nn.Module]:
     return [module for module in modules if id(module) not in inside]
 
 
-def init_process_group(rank: int, size: int, timeout: timedelta) -> None:
+def init_process_group(rank: int, size: int, timeout: timedelta, backend: str | None) -> None:
     """Set up torch.distributed with groups whose connections can be replaced.
 
     Collective, but a spare, which has no rank, calls it alone.
+
+    Args:
+        rank, size: of this process; a spare presumes them.
+        timeout: timeout of each call.
+        backend: one of `BACKENDS`.
     """
+    global _has_nccl
+    _has_nccl = backend != "gloo" and torch.cuda.is_available() and dist.is_nccl_available()
+    if not _has_nccl and backend == "nccl":
+        raise ConfigError("there is no NCCL for this backend", expected="a GPU and NCCL", found=backend)
     if os.environ.get(_ON_ERRORS, "0") != "0":
         log.warning("mlflash sets %s=%s to 0: otherwise PyTorch would end this process when another one is lost",
                     _ON_ERRORS, os.environ[_ON_ERRORS])  # fmt: skip
@@ -467,8 +515,8 @@ def _forget_shards(module: FSDPModule) -> None:
     state: Any = module._get_fsdp_state()
     if not state._is_root:  # its root does it, or it has never run
         return
-    for unit in state._state_ctx.all_states:
-        for group in unit._fsdp_param_groups:
+    for inner in state._state_ctx.all_states:
+        for group in inner._fsdp_param_groups:
             group._all_gather_result = None  # its collective has failed: waiting for it would raise the error again
             for parameter in group.fsdp_params:
                 _forget_gradient(parameter)

@@ -18,6 +18,7 @@ _COMMANDS = {
     "plan": ("tools.plan:plan", "Compare redundancy schemes and compute how often to save."),
     "template": ("tools.template:template", "Write a batch script for Slurm and a training script."),
     "run": ("tools.run_job:run", "Start a job and restart it after a failure."),
+    "move": ("tools.run_job:move", "Let the ranks of a running job leave a node."),
     "agent": ("tools.run_job:agent", "Keep couriers alive when a Slurm job step is killed."),
     "demo": ("tools.demo:demo", "Kill a node of a small training and compare the weights."),
     "status": ("tools.status:status", "Show what is in memory and which losses it survives."),

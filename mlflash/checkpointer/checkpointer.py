@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -95,6 +96,7 @@ class Checkpointer:
         self.enabled = self._config.enabled
         self._closed = "" if self.enabled else "off"  # why calls are refused; if it is off, nothing has to be closed
         self._is_ended = not self.enabled
+        self._after_save: Callable[[Snapshot], None] | None = None
         if self.enabled:
             self._start(comm, process_group, replicated, domains)
             return
@@ -149,7 +151,10 @@ class Checkpointer:
             SaveFailed: only with ``strict``: this save, or an earlier one in the background, failed.
         """
         self._check_open()
-        return self._saves.save(step, state, until)
+        snapshot = self._saves.save(step, state, until)
+        if self._after_save is not None:
+            self._after_save(snapshot)
+        return snapshot
 
     def wait(self) -> None:
         """Wait until every save so far is committed or has failed.
@@ -436,6 +441,10 @@ class Checkpointer:
                         "restores it from memory, and `mlflash scavenge %s` writes it there",
                         step, config.directory, why, config.directory)  # fmt: skip
         self._end(abandon=True, state=state)
+
+    def after_save(self, call: Callable[[Snapshot], None]) -> None:
+        """Call a function at the end of each `save`, in the thread that saves. Not collective."""
+        self._after_save = call
 
     def interrupt(self, why: str) -> None:
         """Make the next call raise Closed, for example because this run is over. Not collective; any thread."""

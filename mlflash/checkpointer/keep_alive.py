@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import logging
+import math
 import os
 import threading
 import time
@@ -15,6 +17,7 @@ from typing import Any, TypeVar
 from ..channel import connection
 from ..config import Config, from_environment
 from ..crash_points import reach
+from ..errors import MlflashError
 from ..launch.agent_client import AgentClient
 from ..launch.launcher_variables import Launched
 from ..launch.rendezvous import Meeting
@@ -27,6 +30,8 @@ from ..run.decider_link import (
     decider,
     registered_groups,
 )
+from ..run.progress import ProgressWatch, progress
+from ..save.snapshot import Snapshot
 from .checkpointer import Checkpointer
 
 log = logging.getLogger("mlflash")
@@ -89,7 +94,7 @@ class _Rounds:
     def run(self) -> Any:
         check_groups()
         link = self._link
-        if "RANK" not in os.environ:
+        if link.waits:
             self._agent = connection.find_agent(self._config(), link.size)
             forked_spare.is_ready()
         link.on_lost.append(self._interrupt)
@@ -120,7 +125,7 @@ class _Rounds:
         return result
 
     def _round(self, seat: Seat, times: _Times) -> Any:
-        is_first = seat.round == 1 and "RANK" in os.environ
+        is_first = seat.round == 1 and not self._link.waits
         if not is_first:
             self._take(seat, times)
         self._ckpt = ckpt = Checkpointer(**self._settings)
@@ -141,8 +146,13 @@ class _Rounds:
         self._link.check(seat.round)
         if self._agent is None or self._agent.is_lost:
             self._agent = connection.find_agent(self._config(), seat.size)
-        self._link.say({"trains": seat.round, "step": step or 0, "times": times.took})
-        result = self._train(ckpt, step or 0)
+        ckpt.after_save(lambda snapshot: self._link.saved(seat.round, snapshot.step, lambda: _is_committed(snapshot)))
+        self._link.began(seat.round, step or 0, times.took)
+        watch = ProgressWatch(seat.hang_s, lambda: self._link.say({"stuck": seat.round, **progress.described()}))
+        try:
+            result = self._train(ckpt, step or 0)
+        finally:
+            watch.end()
         self._link.check(seat.round)
         ckpt.close()
         self._link.check(seat.round)
@@ -153,7 +163,7 @@ class _Rounds:
         """Take the rank of a seat, and connect couriers with all other ranks."""
         reach("round.seated")
         for group in registered_groups:
-            group.take(seat.rank)
+            group.take(seat.rank, seat.size)
         self._link.say({"here": seat.round})
         os.environ.update({"RANK": str(seat.rank), "WORLD_SIZE": str(seat.size)})
         meeting = Meeting(
@@ -190,9 +200,18 @@ class _Rounds:
             raise SystemExit("a device still copies into memory that another process needs: this process ends")
         self._ckpt = None
         connection.leave()
-        self._link.say({"left": seat.round})
+        units = [group.unit() for group in registered_groups]
+        self._link.say({"left": seat.round, "unit": 0 if 0 in units else math.lcm(*units)})
         reach("round.left")
         gc.collect()  # while others leave; iterators and their workers end with their frames
+
+
+def _is_committed(snapshot: Snapshot) -> bool:
+    """Wait for the end of a save. Return whether it is committed, which is the same on all ranks."""
+    with contextlib.suppress(MlflashError):
+        snapshot.wait_staged()
+        snapshot.wait()
+    return snapshot.committed
 
 
 class _Times:

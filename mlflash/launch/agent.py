@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..memory.process_names import AGENT as NAME
@@ -52,6 +52,7 @@ class Agent:
         self._hub_connections: dict[tuple[tuple[str, int], str], HubConnection] = {}
         self._strangers = Strangers()
         self._numbers = 0
+        self.move: Callable[[str, Callable[[str], None]], None] | None = None  # see `Ranks.move`
         self._over = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._report)
@@ -139,6 +140,9 @@ class Agent:
             else:
                 sock.close()
             return
+        if "move" in hello:
+            self._loop.create_task(self._move(sock, str(hello["move"]), int(hello["id"])))
+            return
         self._numbers += 1
         seat: Seat | None = None
         try:
@@ -151,6 +155,20 @@ class Agent:
             self._seats[seat.number] = seat
             answer = {"id": hello["id"], "is": {"seat": seat.number, "vendor": seat.vendor, "pid": os.getpid()}}
         self._loop.create_task(self._attach(sock, seat, answer))
+
+    async def _move(self, sock: socket.socket, host: str, number: int) -> None:
+        """Pass on a request that ranks leave a node."""
+        connection = Connection(lambda message: None, lambda why: None, _LARGEST_NBYTES)
+        await self._loop.connect_accepted_socket(lambda: connection, sock)
+
+        def answer(why_not: str) -> None:
+            connection.send({"id": number, "is": why_not})
+            connection.end()
+
+        if self.move is None:
+            answer("`mlflash run` has not started the ranks of this job")
+        else:
+            self.move(host, answer)
 
     async def _attach(self, sock: socket.socket, seat: Seat | None, answer: dict[str, Any]) -> None:
         connection = Connection(lambda message: None, lambda why: None, _LARGEST_NBYTES)
@@ -208,6 +226,7 @@ async def _run(listeners: Sequence[socket.socket], is_kept: bool) -> None:
 
 async def _run_with_ranks(listeners: Sequence[socket.socket], ranks: RankProcesses, greeting: dict[str, Any]) -> int:
     agent = Agent(listeners, is_kept=True)
+    agent.move = ranks.move
     code = await ranks.serve(greeting)
     agent.release()
     with contextlib.suppress(asyncio.TimeoutError):

@@ -27,7 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import IO, Any
 
@@ -154,6 +154,7 @@ class RankProcesses:
         self._status_process: subprocess.Popen[bytes] | None = None
         self._asked: dict[int, tuple[float, dict[str, Any]]] = {}  # questions to it, and when they came
         self._strangers = Strangers(_STRANGERS, _CONNECT_S)
+        self._moves: list[Callable[[str], None]] = []  # the numbers of requests that `mlflash run` answers
 
     async def serve(self, greeting: dict[str, Any]) -> int:
         """Do what `mlflash run` orders, until it says goodbye or is lost. No process that it has ordered is left then.
@@ -243,6 +244,8 @@ class RankProcesses:
             case {"do": "printed", "pipe": int(fd)}:
                 if fd in self._pipes:
                     self._loop.add_reader(fd, self._read, fd)
+            case {"do": "moves", "number": int(number), "why_not": str(why_not)}:
+                self._moves[number](why_not)
             case {"do": "guard"}:
                 self._guard = order
             case {"do": "bye"}:
@@ -251,7 +254,15 @@ class RankProcesses:
             case {"id": int(number)}:
                 self._ask_status(number, order)
 
+    def move(self, host: str, answer: Callable[[str], None]) -> None:
+        """Ask `mlflash run` to have all ranks leave a node; "" is this one. It answers why not, "" if they will."""
+        self._moves.append(answer)
+        self._run.send({"move": host, "number": len(self._moves) - 1})
+
     def _pass_on(self, number: int) -> None:
+        if number == signal.SIGUSR2 and any(rank.is_kept for rank in self._ranks.values()):
+            self.move("", lambda why_not: self._say(f"received SIGUSR2: {why_not or 'its ranks move'}"))
+            return
         if not self._ranks:  # there is no rank that could handle the signal
             self._lose("")
         self._signal(number, self._ranks)
@@ -266,7 +277,12 @@ class RankProcesses:
         name, me = order["name"], os.getpid()
         environment = {**without_rank(os.environ), **order["environment"]}
         if order["kept"]:
-            environment[KEPT] = json.dumps({"socket": self._socket, "name": name, "size": order["kept"]})
+            waits = "RANK" not in environment
+            environment[KEPT] = json.dumps(
+                {"socket": self._socket, "name": name, "size": order["kept"], "waits": waits}
+            )
+            if waits:  # programs ask for them before there is a rank
+                environment |= {"RANK": "0", "WORLD_SIZE": str(order["kept"])}
         cores = _cores(environment)
 
         def begin() -> None:
@@ -396,7 +412,7 @@ class RankProcesses:
             ended = asyncio.Event()
             with other_end:
                 self._status_process = process = subprocess.Popen(
-                    running("mlflash.tools.node_status"),
+                    running("mlflash.tools.status_process"),
                     stdin=other_end.fileno(),
                     stdout=subprocess.DEVNULL,
                     start_new_session=True,

@@ -25,6 +25,7 @@ from ..launch.interfaces import own_address
 from ..launch.lines import Connection, listener_at
 from ..launch.own_process import allow
 from ..launch.rank_processes import BEATS, LARGEST_NBYTES, LOST
+from ..text import listed
 from .launch_systems import Process, System
 from .processes import KILL_WAIT_S
 
@@ -44,6 +45,7 @@ _END_S = 5.0  # from SIGTERM to SIGKILL, if a rank has failed
 _COURIERS_S = 20.0  # limit for agents to end: couriers commit what trainers have handed over
 _LOOK_S = 0.02  # whether all have ended
 _FLUSH_S = 5.0  # limit to print what is left
+_NAMED = 8  # nodes named in a line
 _OTHER_DESCRIPTORS = 256  # of this process: strangers, its output, its log
 
 
@@ -167,7 +169,7 @@ class Agents:
 
     def ask(self, hosts: Sequence[str], what: str, timeout_s: float, behind_s: float | None = None, **fields: Any
             ) -> dict[str, Any]:  # fmt: skip
-        """Ask nodes (see `tools.node_status`). Return the answers of those that have one.
+        """Ask nodes (see `tools.status_process`). Return the answers of those that have one.
 
         Args:
             behind_s: how much longer to wait for the others once half of the nodes have answered; None: no limit but
@@ -354,9 +356,17 @@ class Agents:
                     start.ended(name, code)
             case {"prints": str(text), "to": 1 | 2 as fd, "pipe": int(pipe)}:
                 self.printer.put(lambda: self._print(node, fd, text, pipe))
+            case {"move": str(host), "number": int(number)}:
+                self.order(node.name, "moves", number=number, why_not=self._move(host or node.name))
             case {"from": str(name), "says": dict(message)}:
                 for start in self.starts:
                     start.says(name, message)
+
+    def _move(self, host: str) -> str:
+        """Have all ranks leave a node. Return why not; "": they will."""
+        if host not in self._nodes:
+            return f"{host} is no node of this job, which has {listed(self.hosts, _NAMED)}"
+        return self.starts[-1].move(host) if self.starts else "no ranks run now"
 
     def _print(self, node: _Node, fd: int, text: str, pipe: int) -> None:
         _write(fd, text.encode(errors="surrogateescape"))

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 from ..errors import ConfigError, DeadlineExceeded, MlflashError
 from ..launch.launcher_variables import KEPT
 from ..launch.line_client import LineClient
+from .progress import progress
 
 log = logging.getLogger("mlflash")
 
@@ -40,23 +42,32 @@ class Seat:
     size: int
     lost_s: float  # a lost rank is noticed after at most this many seconds
     ready_s: float  # a rank that has not begun the round after this many seconds counts as lost
+    hang_s: float  # a rank without progress for this many seconds, and some steps, may hang; 0: it may not
 
 
 class DeciderLink:
     """The connection. Not collective; any thread.
 
     Args:
-        told: the ``socket`` of the agent, ``name`` of this process, and ``size``, the number of ranks.
+        told: the ``socket`` of the agent, ``name`` of this process, ``size``, the largest number of ranks, and whether
+            this process ``waits`` for a rank.
+
+    Attributes:
+        waits: whether this process was started without a rank.
     """
 
     def __init__(self, greeting: Mapping[str, Any]):
         self.size: int = greeting["size"]
+        self.waits: bool = greeting["waits"]
         self._seat: Seat | None = None
         self._over, self._why = 0, ""  # the last round that has ended, and why
         self._texts: dict[tuple[int, str], str] = {}
         self.heard_at = 0.0
         """When it was heard that the last round is over, by time.monotonic."""
         self.on_lost: list[Callable[[int], None]] = []
+        self._saving = threading.Lock()  # between a save and a request to pause
+        self._saved = 0  # the newest step that was saved, or restored
+        self._pause, self._pause_after = 0, -1  # the round that is to pause, and the step after which; -1: not known
         self._lines = LineClient(_connect(greeting["socket"]), "mlflash run", self._take)
         self._news = self._lines.news
         self.say({"name": greeting["name"]})
@@ -79,6 +90,37 @@ class DeciderLink:
     def is_over(self, number: int, wait_s: float = 0.0) -> bool:
         """Whether a round is over because a rank was lost; waits up to ``wait_s`` seconds for that."""
         return self._news.wait_for(lambda: self._has_ended or self._over >= number, wait_s) and self._over >= number
+
+    def began(self, number: int, step: int, times: dict[str, float]) -> None:
+        """Tell that this process trains in a round, from a step on."""
+        progress.begin()
+        with self._saving:
+            self._saved = step
+        self.say({"trains": number, "step": step, "times": times})
+
+    def saved(self, number: int, step: int, commit: Callable[[], bool]) -> None:
+        """Note a save of this process. If all are to pause after it, wait for its commit, and until the round is over.
+
+        Collective over the ranks of a round, which save the same steps.
+
+        Args:
+            commit: waits until the save is committed or has failed. Returns whether it is committed.
+
+        Raises:
+            RoundOver: the round is over, after this save or because a rank was lost.
+        """
+        progress.saved()
+        with self._saving:
+            self._saved = step
+        self._news.wait_for(lambda: not self._pauses(number) or self._pause_after >= 0)
+        # After a save that failed, all pause at the next one.
+        if self._pauses(number) and step > self._pause_after and commit():
+            self.say({"paused": number})
+            self._news.wait_for(lambda: not self._pauses(number))
+        self.check(number)
+
+    def _pauses(self, number: int) -> bool:
+        return self._pause == number and not self._has_ended and self._over < number
 
     def check(self, number: int) -> None:
         if self._over >= number:
@@ -117,6 +159,16 @@ class DeciderLink:
                 calls = list(self.on_lost)
             case {"text": int(number), "what": str(what), "is": str(text)}:
                 self._texts[number, what] = text
+            case {"pause": int(number)}:
+                with self._saving:  # what is saved later finds that it was asked to pause
+                    self._pause, self._pause_after, step = number, -1, self._saved
+                self.say({"saved": number, "step": step})
+            case {"pause_after": int(number), "step": int(step)}:
+                self._pause_after = step
+            case {"where": int(number)}:
+                self.say({"stuck": number, **progress.described()})
+            case {"go_on": int(number)}:
+                self._pause = 0
             case _:
                 log.debug("ignored a message that this process does not understand: %s", str(message)[:80])
         self._news.tell()
@@ -144,7 +196,7 @@ def decider() -> DeciderLink | None:
 
 def is_spare() -> bool:
     """Whether this process was started without a rank and waits for one."""
-    return KEPT in os.environ and "RANK" not in os.environ
+    return KEPT in os.environ and bool(json.loads(os.environ[KEPT])["waits"])
 
 
 class Groups(Protocol):
@@ -153,8 +205,11 @@ class Groups(Protocol):
     def drop(self) -> None:
         """Raise an exception in whatever waits for other ranks through them. Not collective; any thread."""
 
-    def take(self, rank: int) -> None:
-        """Take another rank than the presumed one, or begin this program anew."""
+    def unit(self) -> int:
+        """What the number of ranks must be a multiple of; 0: it cannot change. Not collective."""
+
+    def take(self, rank: int, size: int) -> None:
+        """Take a rank among a number of ranks, or begin this program anew. Not collective."""
 
     def connect(self, seat: Seat, share: Callable[[str, str | None], str]) -> None:
         """Connect them anew. Collective over the ranks of a round."""

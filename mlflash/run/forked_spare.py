@@ -62,7 +62,7 @@ def fork_spares(fits: Callable[[], bool]) -> None:
             last = _serve(child, seed_end)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if last.isdecimal():
-            os.environ[PRESUMED] = last
+            os.environ[PRESUMED] = os.environ["RANK"] = last
         elif is_alone and last != _UNFIT:
             os._exit(status if status >= 0 else 128 - status)
         else:
@@ -83,7 +83,7 @@ def begin_anew(rank: int) -> NoReturn:
     if _seed is not None:
         _say(_seed, str(rank))
         os._exit(0)
-    os.environ[PRESUMED] = str(rank)
+    os.environ[PRESUMED] = os.environ["RANK"] = str(rank)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

@@ -2,13 +2,21 @@
 
 During a round each rank belongs to the same process. When a process with a rank ends or its host is lost, the round is
 over. All other processes are told, leave their step and report that. Waiting processes (spares) get the lost ranks, and
-all begin the next round. In doubtful cases all processes end, and the job is started again. These are: nobody can
-replace a lost rank, some rank had already finished, or rounds fail again at the same step.
+all begin the next round. If too few wait and the job may have fewer ranks, the others are numbered again and begin the
+next round with fewer.
+
+A round also ends because it is planned: when ranks must leave a host, or when processes wait that can make the job
+larger again. Then all ranks pause after the same save, so that no step is lost. Each is asked for its newest save, and
+all pause after the next one that is newer than all answers.
+
+In doubtful cases all processes end, and the job is started again. These are: nobody can replace a lost rank, some rank
+had already finished, or rounds fail again at the same step.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -24,6 +32,7 @@ class Deadlines:
     # a host without a sign of life for this long is lost; a process that notices a lost rank first waits as long
     lost_s: float = 10.0
     leave_s: float = 30.0  # to leave a step
+    hang_s: float = 0.0  # a rank without progress for so long, and for some of its steps, may hang; 0: none does
     ready_s: float = 120.0  # then to the next step: for couriers, process groups, and a spare that must become ready
 
 
@@ -43,6 +52,16 @@ class Acts(Protocol):
         """Write down an event."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Stuck:
+    """Where a process is. ``count``: collectives that it has begun in this round."""
+
+    count: int
+    idle_s: float  # without progress
+    after: str  # what it did last
+    where: str  # the line of its program
+
+
 @dataclasses.dataclass
 class Member:
     """A process."""
@@ -56,16 +75,31 @@ class Member:
     is_here: bool = False  # whether it has reached this round with the rank that it has in it
     is_in: bool = False
     is_done: bool = False  # whether its training has finished and the process has not ended yet
+    saved: int | None = None  # in a plan: its newest save when it was asked
+    is_paused: bool = False  # in a plan: whether it has paused
+    stuck: Stuck | None = None  # where it is, since some rank said that it makes no progress
+    hung: str = ""  # where it hung, for which it was killed
     code: int | None = None
 
 
 class Membership:
-    """The processes of one start of a job."""
+    """The processes of one start of a job.
 
-    def __init__(self, members: Sequence[Member], acts: Acts, deadlines: Deadlines, now: float):
+    Args:
+        least: the smallest number of ranks with which the job goes on; 0: as many as it has at first.
+        most: the largest number of ranks; 0: as many as it has at first.
+    """
+
+    def __init__(self, members: Sequence[Member], acts: Acts, deadlines: Deadlines, now: float, least: int = 0,
+                 most: int = 0):  # fmt: skip
         self.members = {member.name: member for member in members}
         self._acts, self._deadlines = acts, deadlines
         self.size = sum(member.rank is not None for member in members)
+        self._full, self._least = max(most, self.size), min(least or self.size, self.size)
+        self._unit = 1  # the number of ranks is a multiple of it; 0: it cannot change
+        self._plan = ""  # why a planned change is about to come
+        self._plan_until = self._judge_at = NEVER  # when to give it up; when to judge who hangs
+        self._leaving = set[str]()  # hosts that ranks must leave
         self.round, self.over = 1, ""  # over: why there is no next round; "" while there may be one
         self.hosts = tuple(member.host for member in self._seated())
         self.code: int | None = None  # exit code, if it is over or all have finished
@@ -95,10 +129,12 @@ class Membership:
             for what, text in self._texts.items():
                 self._tell_text(member, what, text)
         self._look(now)
+        self._make_plan()
 
-    def left(self, name: str, number: int, now: float) -> None:
+    def left(self, name: str, number: int, now: float, unit: int = 1) -> None:
+        """Note that a process has left a round, and of what the number of ranks must be a multiple; 0: it is fixed."""
         member = self.members[name]
-        member.left, member.is_ready = number, True
+        member.left, member.is_ready, self._unit = number, True, unit
         self._look(now)
 
     def here(self, name: str, number: int) -> None:
@@ -115,8 +151,9 @@ class Membership:
         if not all(other.is_in for other in self._seated()):
             return
         if self._phase == "seating":
-            self._acts.note("recovered", round=self.round, lost=self._lost, why=self._why, step=step,
-                            seconds=round(now - self._since, 3), times=self._times)  # fmt: skip
+            self._acts.note("recovered" if self._lost else "moved", round=self.round, lost=self._lost, why=self._why,
+                            step=step, ranks=self.size, seconds=round(now - self._since, 3),
+                            times=self._times)  # fmt: skip
             self._failed = 0
         self._same_step = self._same_step + 1 if step == self._step else 1
         if self._same_step > _SAME_STEP:
@@ -125,6 +162,71 @@ class Membership:
         self._step, self._phase, self.until = step, "training", NEVER
         self._lost = []
         self._fill_places()
+        self._make_plan()
+
+    def saved(self, name: str, number: int, step: int) -> None:
+        """Note the newest save of a process in a planned round end; all pause after the next save of all."""
+        if self._is_planned(number):
+            self.members[name].saved = step
+            steps = [member.saved for member in self._staying() if member.saved is not None]
+            if len(steps) == len(self._staying()):
+                self._tell_all({"pause_after": self.round, "step": max(steps)})
+
+    def paused(self, name: str, number: int, now: float) -> None:
+        """Note that a process has paused after a committed save. The last one ends the round."""
+        if self._is_planned(number):
+            self.members[name].is_paused = True
+            if all(member.is_paused for member in self._staying()):
+                self._why, self._since, plan = self._plan, now, self._plan
+                self._end_round(plan, now)
+            elif self._plan_until == NEVER:
+                self._plan_until = now + self._deadlines.ready_s
+                self.until = min(self.until, self._plan_until)
+
+    def stuck(self, name: str, number: int, at: Stuck, now: float) -> None:
+        """Note where a process is. The first one says it because it makes no progress; then all others are asked."""
+        if number != self.round or self._phase != "training":
+            return
+        staying, is_first = self._staying(), self._judge_at == NEVER
+        self.members[name].stuck = at
+        if is_first:
+            self._judge_at = now + self._deadlines.lost_s
+            self.until = min(self.until, self._judge_at)
+            for member in staying:
+                if member.name != name:
+                    member.stuck = None
+                    self._acts.tell(member.name, {"where": self.round})
+        if all(member.stuck is not None for member in staying):
+            self._judge(now)
+
+    def _judge(self, now: float) -> None:
+        """Kill the ranks that hang, when all have said where they are, or have had the time to.
+
+        Those hang that have begun the fewest collectives, if others have begun more, which wait for them; otherwise
+        those that do not say where they are. If there are none, nobody is to blame, and all go back to the newest
+        commit.
+        """
+        self._judge_at, self.until = NEVER, self._plan_until
+        staying = self._staying()
+        said = {member.name: member.stuck for member in staying if member.stuck is not None}
+        if any(at.idle_s < self._deadlines.hang_s / 2 for at in said.values()):  # somebody makes progress
+            return
+        most = max(at.count for at in said.values())
+        least = min(at.count for at in said.values())
+        hung = [member for member in staying if member.stuck is not None and member.stuck.count == least < most]
+        hung = hung or [member for member in staying if member.stuck is None or len(staying) == 1]
+        for member in hung:
+            at = member.stuck
+            idle_s = at.idle_s if at else max(other.idle_s for other in said.values())
+            member.hung = f"it hung in {at.where}, after {at.after}" if at else "it hung, and its Python does not run"
+            others = sorted({at.after for at in said.values() if at.count == most})
+            self._acts.note("hang", round=self.round, rank=member.rank, host=member.host, seconds=round(idle_s, 1),
+                            why=member.hung, others=others)  # fmt: skip
+            self._acts.kill(member.name)
+        if not hung:
+            places = ", ".join(sorted({at.where for at in said.values()}))
+            self._why, self._since = f"no rank made progress, in {places}", now
+            self._end_round(self._why, now)
 
     def done(self, name: str, number: int) -> None:
         """Note that the training of a process has finished in a round. It cannot go back any more."""
@@ -144,13 +246,14 @@ class Membership:
         member.code = code
         self._in_vain += member.rank is None and not member.is_ready
         if member.rank is not None and (code or not member.is_in):
-            self._lose([member], why, now)
+            self._lose([member], member.hung or why, now)
         elif all(other.code == 0 for other in self._seated()):
             self.over, self.code = "all ranks came to their end", 0
-        if code and not self.over and self._in_vain < _IN_VAIN:
+        if code and not self.over and self._in_vain < _IN_VAIN and member.host not in self._leaving:
             self._places.append((member.host, member.local))
         self._look(now)
         self._fill_places()
+        self._make_plan()
 
     def host_lost(self, host: str, why: str, now: float) -> None:
         lost = [member for member in self._living() if member.host == host and not self.over]
@@ -167,12 +270,37 @@ class Membership:
         there = [member for member in self.members.values() if member.host == host]
         if self.over or not there or any(member.code is None for member in there):
             return
+        self._leaving.discard(host)
         self._acts.note("host_back", host=host)
         for local in sorted({member.local for member in there}):
             self._start(host, local)
 
+    def move(self, host: str) -> str:
+        """Let all ranks leave a host at the next save, as soon as processes on other hosts can take them.
+
+        Returns:
+            Why they cannot leave it; "": they will.
+        """
+        if self.over or host in self._leaving:
+            return self.over
+        others = [member for member in (*self._staying(), *self._spares()) if member.host != host]
+        if not self._size_of(len(others)):
+            return f"{len(others)} processes on other hosts are too few for {max(self._least, 1)} ranks"
+        self._leaving.add(host)
+        self._places = [place for place in self._places if place[0] != host]
+        self._empty_hosts()
+        self._make_plan()
+        return ""
+
     def look(self, now: float) -> None:
         if self.over or now < self.until:
+            return
+        if self._phase == "training" and now >= self._judge_at:
+            self._judge(now)
+            return
+        if self._phase == "training":  # not all have paused
+            self._plan, self._plan_until, self.until = "", NEVER, self._judge_at
+            self._tell_all({"go_on": self.round})
             return
         if self._phase == "waiting":
             self._end(f"no process was ready in time to take the place of {self._named()}")
@@ -189,11 +317,55 @@ class Membership:
 
     # Decisions
 
+    def _make_plan(self) -> None:
+        """Plan that the round ends after a save, if ranks must leave a host, or the job can become larger."""
+        if self.over or self._plan or self._phase != "training" or any(member.is_done for member in self._seated()):
+            return
+        staying, waiting = self._staying(), self._waiting()
+        moving = [member for member in staying if member.host in self._leaving]
+        if any(not member.is_ready for member in self._spares()) and len(waiting) < len(moving):
+            return
+        if moving and self._size_of(len(staying) - len(moving) + len(waiting)):
+            self._plan = f"{', '.join(sorted({member.host for member in moving}))} is to be left"
+        elif (
+            all(member.is_ready for member in self._spares()) and self._size_of(len(staying) + len(waiting)) > self.size
+        ):
+            self._plan = f"{len(waiting)} more processes are ready"
+        else:
+            return
+        for member in staying:
+            member.saved, member.is_paused = None, False
+        self._tell_all({"pause": self.round})
+
+    def _is_planned(self, number: int) -> bool:
+        return number == self.round and self._phase == "training" and bool(self._plan)
+
+    def _size_of(self, processes: int) -> int:
+        """The number of ranks that a job of so many processes has; 0: they are too few."""
+        if processes >= self._full:
+            return self._full
+        size = processes // self._unit * self._unit if self._unit else 0
+        return size if size >= max(self._least, 1) else 0
+
+    def _spares(self) -> list[Member]:
+        """The processes without a rank, on hosts that may have ranks."""
+        return [member for member in self.members.values()
+                if member.rank is None and member.code is None and member.host not in self._leaving]  # fmt: skip
+
+    def _waiting(self) -> list[Member]:
+        return [member for member in self._spares() if member.is_ready]
+
+    def _empty_hosts(self) -> None:
+        """Kill all processes without a rank on hosts that are to be left."""
+        for member in self.members.values():
+            if member.rank is None and member.code is None and member.host in self._leaving:
+                self._acts.kill(member.name)
+
     def _fill_places(self) -> None:
         """Start missing processes, unless others are recovering and do not need them: imports take all cores."""
         empty = [member for member in self._seated() if member.code is not None]
-        spares = [member for member in self._living() if member.rank is None]
-        if self.over or (self._phase != "training" and len(spares) >= len(empty)):
+        is_enough = len(self._spares()) >= len(empty) or self._size_of(len(self._staying()))
+        if self.over or (is_enough and self._phase not in ("training", "waiting")):
             return
         places, self._places = self._places, []
         for host, local in places:
@@ -232,27 +404,25 @@ class Membership:
             self._end(f"{self._named()} was lost, and {_IN_VAIN} rounds had failed before all ranks had begun")
         elif self._phase in ("training", "seating"):
             self._failed += self._phase == "seating"
-            self._phase, self.until = "leaving", now + self._deadlines.leave_s
-            for member in self._staying():
-                member.is_in = False
-                self._acts.tell(member.name, {"lost": self.round, "ranks": self._lost, "why": why})
+            self._end_round(why, now)
+
+    def _end_round(self, why: str, now: float) -> None:
+        self._phase, self.until, self._plan = "leaving", now + self._deadlines.leave_s, ""
+        self._plan_until = self._judge_at = NEVER
+        for member in self._staying():
+            member.is_in = False
+        self._tell_all({"lost": self.round, "ranks": self._lost, "why": why})
 
     def _look(self, now: float) -> None:
         if self.over or self._phase not in ("leaving", "waiting"):
             return
         if any(member.left < self.round for member in self._staying()):
             return
-        empty = [member for member in self._seated() if member.code is not None]
-        waiting = [member for member in self._living() if member.rank is None and member.is_ready]
-        if len(waiting) < len(empty):
+        if not self._fill_seats():
             if self._phase == "leaving":
                 self._phase, self.until = "waiting", now + self._deadlines.ready_s
+                self._fill_places()
             return
-        hosts = {member.host for member in waiting}
-        for lost in sorted(empty, key=lambda member: member.host not in hosts):  # which may have the slots of the rank
-            best = min(waiting, key=lambda member: member.host != lost.host)
-            waiting.remove(best)
-            best.rank, lost.rank = lost.rank, None
         self.round += 1
         self._phase, self.until = "seating", now + self._deadlines.ready_s
         self._times, self._texts = {}, {}
@@ -260,11 +430,48 @@ class Membership:
         for member in self._seated():
             member.is_here = member.is_in = False
             self._give(member)
+        self._empty_hosts()
+
+    def _fill_seats(self) -> bool:
+        """Give ranks for the next round, if there are enough processes. Return whether there are.
+
+        Processes keep their ranks, and those that waited take those of lost ones, if possible on the same host, which
+        may have the slots of the rank. If the number of ranks changes, all are numbered again in this order.
+        """
+        seats = self._seated()
+        for leaving in (self._leaving, frozenset[str]()):
+            staying = [member for member in self._staying() if member.host not in leaving]
+            if size := self._size_of(len(staying) + len(self._waiting())):
+                break
+        else:
+            return False
+        staying, waiting = staying[:size], self._waiting()
+        order: dict[int, Member] = {member.rank: member for member in staying if member.rank is not None}
+        empty = [member for member in seats if member.rank not in order]
+        hosts = {member.host for member in waiting}
+        for lost in sorted(empty, key=lambda member: member.host not in hosts)[: size - len(order)]:
+            best = min(waiting, key=lambda member: member.host != lost.host)
+            waiting.remove(best)
+            order[lost.rank or 0] = best
+        for rank in itertools.count(len(seats)):
+            if len(order) == size:
+                break
+            order[rank] = waiting.pop(0)
+        for member in seats:
+            member.rank = None
+        for rank, number in enumerate(sorted(order)):
+            order[number].rank = rank
+        self.size = size
+        return True
 
     def _give(self, member: Member) -> None:
         seat = {"round": self.round, "rank": member.rank, "size": self.size, "lost_s": self._deadlines.lost_s,
-                "ready_s": self._deadlines.ready_s}  # fmt: skip
+                "ready_s": self._deadlines.ready_s, "hang_s": self._deadlines.hang_s}  # fmt: skip
         self._acts.tell(member.name, {"seat": seat})
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        for member in self._staying():
+            self._acts.tell(member.name, message)
 
     def _tell_text(self, member: Member, what: str, text: str) -> None:
         self._acts.tell(member.name, {"text": self.round, "what": what, "is": text})

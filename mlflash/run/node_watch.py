@@ -65,7 +65,7 @@ def recovery(heartbeats: Sequence[Heartbeat], started: float, before: Sequence[H
 
 
 def ask(agents: Agents, hosts: Sequence[str], what: str, **fields: Any) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Ask nodes for their status or jobs (see `tools.node_status`).
+    """Ask nodes for their status or jobs (see `tools.status_process`).
 
     Return the answer of each node that answers as it should, and messages about what cannot be read.
     """
@@ -87,7 +87,7 @@ def _why_unread(document: Any, of_job: bool) -> str:
         kinds = {"free": int, "gpus": int, "gpu_error": str, "interface": bool | None, "heartbeats": list,
                  "steps": list}  # fmt: skip
     if not isinstance(document, dict):
-        return "cannot be read: it is not what mlflash.tools.node_status says"
+        return "cannot be read: it is not what mlflash.tools.status_process says"
     if wrong := [name for name, kind in kinds.items() if not isinstance(document.get(name, ...), kind)]:
         version = document.get("version", "unknown")
         return f"cannot be read: written by version {version} (this is {__version__}; {', '.join(wrong[:3])})"

@@ -1,16 +1,22 @@
 """The ranks of one start, which agents have started: how they begin together and end together, or replace each other.
 
-A process that stays when others are lost sends ``{"ready": true}`` when it waits for a rank, ``{"left": round}`` when
-it has left a round, ``{"here": round}`` when it has reached a round and may have to wait there for others, ``{"trains":
-round, "step", "times"}`` when it has begun to train, and ``{"done": round}`` when its training has ended. Rank 0 also
+A process that stays when others are lost sends ``{"ready": true}`` when it waits for a rank, ``{"left": round,
+"unit"}`` when it has left a round (``unit``: of what the number of ranks must be a multiple), ``{"here": round}`` when
+it has reached a round and may have to wait there for others, ``{"trains": round, "step", "times"}`` when it has begun
+to train, ``{"stuck": round, ...}`` to say where it is, and ``{"done": round}`` when its training has ended. Rank 0 also
 sends ``{"text": round, "what", "is"}``, which is for all. It gets ``{"seat": {"round", "rank", "size", "lost_s",
-"ready_s"}}``, ``{"lost": round, "ranks", "why"}`` and those texts.
+"ready_s", "hang_s"}}``, ``{"lost": round, "ranks", "why"}``, ``{"where": round}`` and those texts.
+
+Before a planned end of a round it gets ``{"pause": round}``, and sends ``{"saved": round, "step"}``. Then it gets
+``{"pause_after": round, "step"}``, and sends ``{"paused": round}`` when a save after this step is committed. With
+``{"go_on": round}`` nothing comes of the plan.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 import itertools
 import json
 import os
@@ -28,7 +34,7 @@ from ..launch.rank_processes import LOST
 from ..launch.rendezvous import TOKEN
 from ..text import named
 from .agents import Agents, NodeLost
-from .membership import NEVER, Deadlines, Member, Membership
+from .membership import NEVER, Deadlines, Member, Membership, Stuck
 from .processes import KILL_WAIT_S
 
 _END_S = 5.0  # from SIGTERM to SIGKILL, if a rank has failed
@@ -74,19 +80,34 @@ def start(
     return StartedRanks(agents, _ranks_on(hosts, ranks_per_node), argv, env)
 
 
-def start_kept(agents: Agents, spares: int, deadlines: Deadlines, run_log: RunLog, hosts: Sequence[str],
-               ranks_per_node: int, argv: Sequence[str], env: Mapping[str, str]) -> KeptRanks:  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class KeepAlive:
+    """How ranks stay that outlive others.
+
+    Attributes:
+        spares: processes that wait on the nodes with ranks, if there are no other nodes.
+        least, most: the smallest and the largest number of ranks; 0: as many as are started.
+    """
+
+    spares: int
+    deadlines: Deadlines
+    least: int = 0
+    most: int = 0
+
+
+def start_kept(agents: Agents, options: KeepAlive, run_log: RunLog, hosts: Sequence[str], ranks_per_node: int,
+               argv: Sequence[str], env: Mapping[str, str]) -> KeptRanks:  # fmt: skip
     """Start ranks that stay when others are lost, and spares that wait for ranks.
 
-    Each node without ranks gets as many spare processes as other nodes have ranks. If there are no such nodes,
-    ``spares`` processes wait on the nodes with ranks.
+    Each node without ranks gets as many spare processes as other nodes have ranks.
     """
     others = [host for host in agents.hosts if host not in hosts]
     places = [(host, local) for host in others for local in range(ranks_per_node)]
     if not others:
-        places = [(hosts[number % len(hosts)], ranks_per_node + number // len(hosts)) for number in range(spares)]
+        places = [(hosts[number % len(hosts)], ranks_per_node + number // len(hosts))
+                  for number in range(options.spares)]  # fmt: skip
     waiting = [Member(f"{host}#{local}", host, local) for host, local in places]
-    return KeptRanks(agents, _ranks_on(hosts, ranks_per_node) + waiting, argv, env, deadlines, run_log)
+    return KeptRanks(agents, _ranks_on(hosts, ranks_per_node) + waiting, argv, env, options, run_log)
 
 
 def _ranks_on(hosts: Sequence[str], ranks_per_node: int) -> list[Member]:
@@ -107,11 +128,15 @@ class StartedRanks:
     Attributes:
         replaces: whether this object itself detects lost ranks and nodes and replaces them, so that the start goes on.
         lost: nodes that were lost and not replaced, and why.
+
+    Args:
+        most: the largest number of ranks that it may have, for processes that stay when others are lost.
     """
 
     replaces = False
 
-    def __init__(self, agents: Agents, members: Sequence[Member], argv: Sequence[str], env: Mapping[str, str]):
+    def __init__(self, agents: Agents, members: Sequence[Member], argv: Sequence[str], env: Mapping[str, str],
+                 most: int = 0):  # fmt: skip
         try:
             directory = os.getcwd()
         except OSError as error:
@@ -119,7 +144,11 @@ class StartedRanks:
         self._agents, self._members = agents, list(members)
         self._began_on = tuple(dict.fromkeys(member.host for member in members if member.rank is not None))
         self._size = sum(member.rank is not None for member in members)
-        self._program = {"argv": list(argv), "directory": directory, "kept": self._size if self.replaces else 0}
+        self._program = {
+            "argv": list(argv),
+            "directory": directory,
+            "kept": max(most, self._size) if self.replaces else 0,
+        }
         self._environment = {**travelling(os.environ), TOKEN: secrets.token_hex(16), **env,
                              "LOCAL_WORLD_SIZE": str(self._size // len(self._began_on))}  # fmt: skip
         self._living: dict[str, Member] = {}  # by name
@@ -144,6 +173,14 @@ class StartedRanks:
 
     def signal(self, number: int) -> None:
         self._agents.loop.call_soon_threadsafe(self._signal, number)
+
+    def ask_move(self, host: str) -> str:
+        """Call `move` from another thread than that of the loop."""
+
+        async def move() -> str:
+            return self.move(host)
+
+        return self._agents.call(move())
 
     def end(self, wait_s: float = KILL_WAIT_S) -> None:
         """End all ranks that can be reached; SIGKILL comes ``wait_s`` after SIGTERM."""
@@ -260,6 +297,10 @@ class StartedRanks:
     def host_back(self, host: str) -> None:
         """Note that a node has an agent again."""
 
+    def move(self, host: str) -> str:
+        """Let all ranks leave a node at the next save. Return why not; "": they will."""
+        return "its ranks are not kept: `mlflash run` was called without --keep-alive"
+
     def says(self, name: str, message: dict[str, Any]) -> None:
         """Take what a process says that is kept."""
 
@@ -273,11 +314,11 @@ class KeptRanks(StartedRanks):
     replaces = True
 
     def __init__(self, agents: Agents, members: Sequence[Member], argv: Sequence[str], env: Mapping[str, str],
-                 deadlines: Deadlines, run_log: RunLog):  # fmt: skip
+                 options: KeepAlive, run_log: RunLog):  # fmt: skip
         self._run_log, self._fresh = run_log, itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
-        self.membership = Membership(members, self, deadlines, agents.loop.time())
-        super().__init__(agents, members, argv, env)
+        self.membership = Membership(members, self, options.deadlines, agents.loop.time(), options.least, options.most)
+        super().__init__(agents, members, argv, env, options.most)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -338,11 +379,18 @@ class KeptRanks(StartedRanks):
                 case {"ready": _}:
                     membership.ready(name, now)
                 case {"left": number}:
-                    membership.left(name, int(number), now)
+                    membership.left(name, int(number), now, int(message["unit"]))
+                case {"saved": number}:
+                    membership.saved(name, int(number), int(message["step"]))
+                case {"paused": number}:
+                    membership.paused(name, int(number), now)
                 case {"here": number}:
                     membership.here(name, int(number))
                 case {"trains": number}:
                     membership.trains(name, int(number), int(message["step"]), dict(message["times"]), now)
+                case {"stuck": number}:
+                    at = Stuck(int(message["count"]), float(message["idle"]), message["after"], message["where"])
+                    membership.stuck(name, int(number), at, now)
                 case {"done": number}:
                     membership.done(name, int(number))
                 case {"text": number}:
@@ -350,6 +398,14 @@ class KeptRanks(StartedRanks):
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             self._agents.printer.say(f"{name} sent a message that cannot be read: {error!r}")
         self._follow()
+
+    def move(self, host: str) -> str:
+        """See `StartedRanks.move`."""
+        if self._is_done:
+            return "the ranks are being ended"
+        why_not = self.membership.move(host)
+        self._follow()
+        return why_not
 
     # What `Membership` calls
 
@@ -370,10 +426,16 @@ class KeptRanks(StartedRanks):
         printer.put(lambda: self._run_log.note(event, **fields))
         if event == "host_back":
             printer.say(f"{fields['host']} is back: spares wait there")
-        if event == "recovered":
+        if event == "hang":
+            waits = f", and the others wait after {' and '.join(fields['others'])}" if fields["others"] else ""
+            printer.say(f"rank {fields['rank']} made no progress for {fields['seconds']:g} s: {fields['why']}{waits}; "
+                        "it is killed")  # fmt: skip
+        if event in ("recovered", "moved"):
             ranks, why, step, took = (fields[name] for name in ("lost", "why", "step", "seconds"))
-            lost = f"{named(ranks)} {'was' if len(ranks) == 1 else 'were'} lost ({why})"
-            printer.say(f"{lost}; all train on after step {step}, {took:.2f} s later")
+            if ranks:
+                why = f"{named(ranks)} {'was' if len(ranks) == 1 else 'were'} lost ({why})"
+            count = "all" if fields["ranks"] == self._size else f"{fields['ranks']} of {self._size} ranks"
+            printer.say(f"{why}; {count} train on after step {step}, {took:.2f} s later")
 
 
 def how_it_ended(code: int) -> str:

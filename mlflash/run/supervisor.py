@@ -148,6 +148,7 @@ class Supervisor:
         self._looks = Looks(agents, options.memory, options.job, options.gpus, options.interface)
         self._before: Sequence[Heartbeat] = ()  # the last ones of the start before this one
         self._noticed: float | None = None  # when it was noticed that this start had failed
+        self._moved = set[tuple[str, str]]()  # nodes that ranks should leave, and why they did not; "": they did
         self.signal_number = 0  # a signal handler puts the number of the signal here, to end the run
 
     def run(self) -> int:
@@ -217,9 +218,11 @@ class Supervisor:
             now, hosts = time.monotonic(), step.hosts
             if self.signal_number:
                 return self._last_checkpoint(step)
-            if now > next_gone and not step.replaces:
+            if now > next_gone:
                 next_gone = now + GONE_S
-                if lost := self._agents.system.gone(hosts):
+                if step.replaces:
+                    self._leave_drained(step)
+                elif lost := self._agents.system.gone(hosts):
                     return Outcome("lost " + ", ".join(f"{host} ({state})" for host, state in lost.items()), lost=lost)
             if not answers.empty():
                 is_looking = False
@@ -234,6 +237,15 @@ class Supervisor:
             time.sleep(_NAP_S)
         lost = {**step.lost, **self._agents.system.gone(step.hosts)}
         return Outcome("" if code == 0 else f"exit code {code}", code, lost)
+
+    def _leave_drained(self, step: StartedRanks) -> None:
+        """Let ranks leave the nodes on which nothing new should run."""
+        for host, why in self._agents.system.unwanted(step.hosts).items():
+            why_not = step.ask_move(host)
+            if (host, why_not) not in self._moved:
+                self._moved.add((host, why_not))
+                self._say(f"{host} is {why}: " + (f"its ranks stay, because {why_not}" if why_not else
+                                                  "its ranks move after the next save"))  # fmt: skip
 
     def _judge(self, step: StartedRanks, hosts: Sequence[str], watch: Watch) -> Outcome | None:
         """What the status of the nodes means for a run that goes on; None: it goes on."""

@@ -37,17 +37,18 @@ _POLL_S = 0.02
 
 @click.command()
 @click.option("--keep-alive", is_flag=True, help="Kill one rank, while the other process stays alive.")
+@click.option("--elastic", is_flag=True, help="Kill one of four ranks: three train on, and the fourth comes back.")
 @click.option("--steps", type=click.IntRange(3), default=20, show_default=True, help="Number of training steps.")
 @click.option("--kill-step", type=click.IntRange(1), help="Step of the kill, before the last step.  [default: random]")
 @click.option("--seed", type=int, help="Seed of the training and of the kill.  [default: random]")
 @click.option("--redundancy", type=click.Choice(["copy", "none"]), default="copy", show_default=True,
               help="Redundancy scheme.")  # fmt: skip
-def demo(keep_alive: bool, steps: int, kill_step: int | None, seed: int | None, redundancy: str) -> None:
+def demo(keep_alive: bool, elastic: bool, steps: int, kill_step: int | None, seed: int | None, redundancy: str) -> None:
     """Train a small GPT, kill a node, relaunch, and compare the weights bit for bit.
 
     It needs no GPU, no cluster and no Slurm. 4 ranks on 2 emulated nodes train under DDP. With --keep-alive, 2 ranks
     train under `mlflash run --keep-alive`, and a process that waits takes the place of a killed one. Exits with 1 if
-    the weights differ from those of an undisturbed run.
+    the weights differ from those of an undisturbed run. With --elastic no process waits, and nothing is compared.
     """
     from rich.console import Console
 
@@ -58,6 +59,9 @@ def demo(keep_alive: bool, steps: int, kill_step: int | None, seed: int | None, 
                                "is the first save")  # fmt: skip
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the ranks must not outlive us
     try:
+        if elastic:
+            watch_ranks(Console())
+            return
         same = Demo(steps, seed, kill_step, redundancy, keep_alive).run(Console())
     except MlflashError as error:
         raise click.ClickException(str(error)) from error
@@ -239,6 +243,59 @@ class Demo:
             replaced=f"rank {doomed} by process {pids[doomed][1]}, which had waited",
             continued=f"from step {step}, {began_s:.1f} s after the kill; step {step + 1} ended after {ended_s:.1f} s",
         )
+
+
+def watch_ranks(console: Console) -> None:
+    """Let four ranks train, kill one, and print how three train on, and how the fourth comes back.
+
+    Raises LaunchFailed: it did not happen in time.
+    """
+    ranks, doomed = 4, 2
+    folder = Path(tempfile.mkdtemp(prefix="mlflash-demo-"))
+    memory = Path(os.environ.get("MLFLASH_MEMORY") or "/dev/shm", folder.name)
+    memory.mkdir(0o700)
+    run = ["run", "-N1", f"--ranks-per-node={ranks}", f"--min-ranks={ranks - 1}", "--keep-alive", "--job=demo",
+           f"--journal={folder / 'run.jsonl'}", f"--memory={memory}", "--max-restarts=0", "--grace=0", "--",
+           sys.executable, "-m", "mlflash.tools.demo_train", "--steps=100000",
+           f"--folder={folder / 'ranks'}"]  # fmt: skip
+    env = {"MLFLASH_REDUNDANCY": "none"}
+    _print(console, training=f"a small GPT, DDP over gloo; {ranks} ranks under mlflash run --keep-alive, none waits")
+    try:
+        with Launch(folder / "ranks", ranks, [sys.executable, "-m", "mlflash", *run], env) as launch:
+
+            def show(name: str, size: int, after: int) -> None:
+                """Wait until so many ranks have ended a step after this one, and print it."""
+                deadline = time.monotonic() + _LAUNCH_TIMEOUT_S
+                while min(map(launch.last_step, range(size))) <= after or len(_events(folder, "start", name)) == 0:
+                    if time.monotonic() > deadline or launch.launcher.poll() is not None:
+                        raise launch.failure(f"{size} ranks did not train in time")
+                    time.sleep(_POLL_S)
+                    launch.read()
+                pids = ", ".join(str(launch.starts[rank][-1]["pid"]) for rank in range(size))
+                _print(
+                    console, **{f"step {min(map(launch.last_step, range(size)))}": f"{size} ranks: processes {pids}"}
+                )
+
+            show("start", ranks, _KEPT_FROM)
+            launch.kill([doomed])
+            _print(console, killed=f"rank {doomed}, process {launch.starts[doomed][-1]['pid']}")
+            show("recovered", ranks - 1, launch.finished + 1)
+            (recovered,) = _events(folder, "recovered")
+            _print(console, recovered=f"{recovered['seconds']:.1f} s later, from step {recovered['step']}")
+            while not _events(folder, "moved") and launch.launcher.poll() is None:
+                time.sleep(_POLL_S)
+                launch.read()
+            show("moved", ranks, max(map(launch.last_step, range(ranks - 1))))
+    finally:
+        shutil.rmtree(memory, ignore_errors=True)
+    shutil.rmtree(folder)
+
+
+def _events(folder: Path, *names: str) -> list[dict[str, Any]]:
+    """The events of these names in the journal."""
+    path = folder / "run.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [event for event in map(json.loads, lines) if event["event"] in names]
 
 
 def _print(console: Console, **rows: object) -> None:

@@ -13,17 +13,20 @@ from pathlib import Path
 import click
 
 from ..config import DISABLE, is_enabled, job_name
-from ..errors import ConfigError, LaunchFailed
+from ..errors import ConfigError, DeadlineExceeded, LaunchFailed
 from ..launch import agent_process
+from ..launch.line_client import LineClient
 from ..run.agents import SILENCE_S, Agents
 from ..run.first_node_guard import guard_of
 from ..run.launch_systems import OnSlurm, OnSsh, System, names_in, own_id
 from ..run.membership import Deadlines
-from ..run.started_ranks import RunLog, start, start_kept
+from ..run.started_ranks import KeepAlive, RunLog, start, start_kept
 from ..run.supervisor import RunOptions, Supervisor
 from . import completion
 from .options import job_option, memory_option
 
+_MOVE = "move"
+_MOVE_S = 30.0  # limit for `mlflash run` to answer
 _SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 
@@ -47,6 +50,9 @@ _SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
               help="--keep-alive: time from there until all ranks begin the next step.")  # fmt: skip
 @click.option("--min-nodes", type=click.IntRange(1),
               help="Continue with down to this many nodes, if your training can reshard.")  # fmt: skip
+@click.option("--min-ranks", type=click.IntRange(1),
+              help="--keep-alive: if too few processes wait, train on with down to this many ranks.  [default: those "
+              "of --min-nodes]")  # fmt: skip
 @click.option("--max-restarts", type=click.IntRange(0), default=20, show_default=True,
               help="End after this many restarts.")  # fmt: skip
 @click.option("--directory", "-d", metavar="DIR", shell_complete=completion.directories,
@@ -58,6 +64,9 @@ _SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 @click.option("--keep-memory", is_flag=True, help="Leave the slots in memory at the end.")
 @click.option("--hang-timeout", type=click.FloatRange(0), default=1800, show_default=True, metavar="SECONDS",
               help="Restart the ranks if they save nothing for this long. 0: never.")  # fmt: skip
+@click.option("--hang-after", type=click.FloatRange(0), default=300, show_default=True, metavar="SECONDS",
+              help="--keep-alive: replace a rank without a collective and a save for this long, and for ten of its "
+              "steps. 0: never.")  # fmt: skip
 @click.option("--look-every", type=click.FloatRange(0.5), default=15, show_default=True, metavar="SECONDS",
               help="Time between two checks of the nodes.")  # fmt: skip
 @click.option("--grace", type=click.FloatRange(0), default=60, show_default=True, metavar="SECONDS",
@@ -77,7 +86,7 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
         directory: str | None, job: str | None, memory: str, keep_memory: bool, hang_timeout: float,
         look_every: float, grace: float, gpus: int, interface: str, run_log: Path, kind: str | None,
         srun_args: str, hosts: str, rsh: str, keep_alive: bool, lost_after: float, leave_within: float,
-        ready_within: float, argv: tuple[str, ...]) -> None:  # fmt: skip
+        ready_within: float, hang_after: float, min_ranks: int | None, argv: tuple[str, ...]) -> None:  # fmt: skip
     """Start the command ARGV on all ranks, and restart it after a failure with spares in place of lost nodes.
 
     \b
@@ -113,12 +122,19 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
             raise click.UsageError(
                 f"--nodes {nodes} and --spares {spares} need {nodes + spares} nodes, not {len(system.hosts)}"
             )
-        deadlines = Deadlines(lost_after, leave_within, ready_within)
+        kept = KeepAlive(
+            spares or 0,
+            Deadlines(lost_after, leave_within, hang_after, ready_within),
+            min_ranks or options.least * options.ranks_per_node,
+            nodes * options.ranks_per_node,
+        )
         guard = guard_of(system, options, run_log) if isinstance(system, OnSlurm) else None
         couriers = {"couriers": {"job": name, "memory": memory}} if is_enabled(os.environ) else {}
         with Agents(system, lost_after if keep_alive else SILENCE_S, couriers, guard) as agents:
-            kept = functools.partial(start_kept, agents, spares or 0, deadlines, journal)
-            supervisor = Supervisor(agents, options, journal, kept if keep_alive else functools.partial(start, agents))
+            begin = (
+                functools.partial(start_kept, agents, kept, journal) if keep_alive else functools.partial(start, agents)
+            )
+            supervisor = Supervisor(agents, options, journal, begin)
             for number in _SIGNALS:
                 signal.signal(number, lambda number, frame: setattr(supervisor, "signal_number", number))
             code = supervisor.run()
@@ -161,3 +177,36 @@ def agent(job: str | None, memory: str) -> None:
         raise click.ClickException("an agent of this job already runs on this node") from None
     click.echo(agent_process.READY)
     agent_process.become(listeners, environment)
+
+
+@click.command()
+@click.argument("node", default="")
+@job_option
+@memory_option
+def move(node: str, job: str | None, memory: str) -> None:
+    """Let the ranks of a job under `mlflash run --keep-alive` leave NODE: waiting processes take them.
+
+    They leave it after the next save, so that no step is lost; then nothing of the job runs there. Call this on a node
+    of the job. Without NODE it is the node on which you call it. A node may have ranks again when it was rebooted.
+
+    \b
+    mlflash move node17 --job run8
+    """
+    environment = {**os.environ, "MLFLASH_MEMORY": memory} | ({"MLFLASH_JOB": job} if job else {})
+    names = agent_process.kept_names(memory, environment)
+    for name in names:
+        try:
+            client = LineClient(agent_process.connect_again(name), "the agent of this node", lambda message: None)
+        except OSError:
+            continue
+        try:
+            if why_not := client.ask(_MOVE, _MOVE_S, move=node):
+                raise click.ClickException(f"{node or 'this node'} is not left: {why_not}")
+        except (DeadlineExceeded, OSError) as error:
+            raise click.ClickException(str(error)) from None
+        finally:
+            client.close()
+        click.echo(f"{node or 'this node'} is left after the next save")
+        return
+    raise click.ClickException("no agent of this job runs on this node; name the job by --job, and its memory by "
+                               "--memory or MLFLASH_MEMORY")  # fmt: skip

@@ -1,0 +1,164 @@
+"""Give a training another number of ranks in the same processes: its groups, its meshes, and the shards of FSDP2.
+
+A group of all ranks becomes a group of all ranks that are left. With HSDP, whose mesh has rows of replicas, whole rows
+leave or come, so that the number of shards stays. FSDP2's modules get new parameters with the shards of the new size,
+and optimizers get these parameters; the values of both are undefined afterwards, and are restored.
+
+FSDP2 has no public call for this. It is done as `fully_shard` does it, with the same private functions.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.optim import Optimizer
+
+
+def ranks_of(group: ProcessGroup) -> list[int]:
+    """The ranks of the job that a group has, in its order."""
+    return list(dist.distributed_c10d._world.pg_group_ranks[group])
+
+
+def set_ranks(group: ProcessGroup, ranks: Iterable[int]) -> None:
+    """Tell torch.distributed which ranks of the job a group has."""
+    dist.distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+
+
+def instances(kind: type) -> list[Any]:
+    """All objects of a class in this process."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
+
+
+def unit(groups: Iterable[ProcessGroup], models: Sequence[nn.Module]) -> int:
+    """Return what the number of ranks must be a multiple of; 0: it cannot change. Not collective.
+
+    It cannot change if FSDP2 uses other meshes than one or two dimensions of all ranks, if there are other groups of
+    some ranks, or distributed tensors that are neither parameters of FSDP2 nor values of an optimizer.
+    """
+    size, meshes = dist.get_world_size(), _meshes(models)
+    if any(mesh.ndim > 2 or mesh.mesh.flatten().tolist() != list(range(size)) for mesh in meshes):
+        return 0
+    if any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in _param_groups(models)):
+        return 0
+    names = {name for mesh in meshes for name in mesh._dim_group_names}
+    if any(group.size() != size and group.group_name not in names for group in groups):
+        return 0
+    if _has_strangers(models):
+        gc.collect()  # what the interrupted step has left may be in cycles
+        if _has_strangers(models):
+            return 0
+    rows = {mesh.size(1) for mesh in meshes if mesh.ndim == 2}
+    return 0 if len(rows) > 1 else rows.pop() if rows else 1
+
+
+def _has_strangers(models: Sequence[nn.Module]) -> bool:
+    """Whether there are distributed tensors that `reshard` does not know."""
+    parameters = [parameter.sharded_param for group in _param_groups(models) for parameter in group.fsdp_params]
+    known = {id(tensor) for parameter in parameters for tensor in (parameter, parameter.grad)}
+    for optimizer in instances(Optimizer):
+        known |= {id(value) for values in optimizer.state.values() for value in values.values()}
+    return any(id(tensor) not in known for tensor in instances(DTensor))
+
+
+def place(group: ProcessGroup, models: Sequence[nn.Module], rank: int, size: int) -> tuple[int, list[int]]:
+    """Return the rank that this process has in a group, and the group's ranks, when the job has another size.
+
+    Args:
+        models: what FSDP2 has wrapped.
+        rank, size: of this process in the job, then.
+    """
+    for mesh in _meshes(models):
+        if mesh.ndim == 2 and group.group_name in mesh._dim_group_names and group.size() != dist.get_world_size():
+            row = mesh.size(1)
+            if mesh._dim_group_names.index(group.group_name) == 0:
+                return rank // row, list(range(rank % row, size, row))
+            return rank % row, list(range(rank // row * row, rank // row * row + row))
+    return rank, list(range(size))
+
+
+def forget_meshes() -> None:
+    """Let torch forget where this rank was in its meshes. Not collective.
+
+    Meshes are equal if they have the same ranks, and torch keeps one of them in the place of all. So each must have the
+    place in it that this rank has now.
+    """
+    rank = dist.get_rank()
+    for mesh in instances(DeviceMesh):
+        mesh._rank = rank
+        mesh._coordinate_on_dim = mesh._compute_coordinate_on_dim()
+    _clear_sharding_prop_cache()
+
+
+def reshard(models: Iterable[nn.Module]) -> None:
+    """Give FSDP2's modules the shards that they have in groups whose ranks have changed. Not collective.
+
+    The modules must be between two steps. Parameters and what optimizers hold have undefined values afterwards.
+    """
+    infos: dict[int, Any] = {}  # by the description of the mesh before
+    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for group in _param_groups(models):
+        before = group.mesh_info
+        if id(before) not in infos:
+            infos[id(before)] = before, _renewed(before)
+        group.mesh_info = infos[id(before)][1]
+        if group.post_forward_mesh_info is not None:
+            group.post_forward_mesh_info = group.mesh_info
+        for parameter in group.fsdp_params:
+            sharded = parameter.sharded_param
+            _reshard(parameter, group.mesh_info, group.post_forward_mesh_info)
+            replaced[id(sharded)] = sharded, parameter.sharded_param
+    for optimizer in instances(Optimizer) if replaced else ():
+        for group in optimizer.param_groups:
+            group["params"] = [replaced[id(each)][1] if id(each) in replaced else each for each in group["params"]]
+        optimizer.state = collections.defaultdict(
+            dict, {each: values for each, values in optimizer.state.items() if id(each) not in replaced}
+        )
+
+
+def _param_groups(models: Iterable[nn.Module]) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers together."""
+    modules: list[Any] = [module for model in models for module in model.modules() if isinstance(module, FSDPModule)]
+    return [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+
+
+def _meshes(models: Iterable[nn.Module]) -> list[DeviceMesh]:
+    """The meshes of FSDP2."""
+    return list({id(group.mesh_info): group.mesh_info.mesh for group in _param_groups(models)}.values())
+
+
+def _renewed(info: Any) -> Any:
+    """Describe a mesh of FSDP2 anew, with the ranks that its groups have now."""
+    mesh: DeviceMesh = info.mesh
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    if mesh.ndim == 1:
+        renewed = DeviceMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
+    else:
+        ranks = torch.arange(math.prod(group.size() for group in groups)).view(groups[0].size(), groups[1].size())
+        names = mesh.mesh_dim_names or ("replicas", "shards")
+        renewed = DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=names)
+    return type(info)(renewed, shard_mesh_dim=info.shard_mesh_dim, replicate_mesh_dim=info.replicate_mesh_dim)
+
+
+def _reshard(parameter: Any, info: Any, post_forward_info: Any) -> None:
+    sharded = parameter.sharded_param
+    whole = nn.Parameter(torch.empty(parameter._orig_size, dtype=sharded.dtype, device=parameter.device),
+                         requires_grad=sharded.requires_grad)  # fmt: skip
+    parameter._init_sharded_param(whole, parameter.device, lambda _: parameter.fsdp_placement, info)
+    parameter.post_forward_mesh_info = post_forward_info
+    if post_forward_info is not None:
+        parameter._init_sharded_post_forward_param_metadata(whole)
+    parameter._init_extensions()
+    parameter.all_gather_outputs = []  # their size follows from the number of shards
+    vars(parameter).pop("_unsharded_param", None)
