@@ -43,7 +43,7 @@ os.environ |= {"MLFLASH_TEST_BLOCK_NBYTES": "4096", in_couriers.NAME: "damaged_o
 in_couriers.reach_into_couriers()
 WEIGHTS, MOMENTS = ("model.embed", "model.head"), ("optim.exp_avg", "optim.exp_avg_sq")
 TENSORS = (*WEIGHTS, *MOMENTS)
-LEAP, LEAST, SURE = 128.0, 0.0625, 1.01  # as `protect.examiner` has them; and what is sure to be beyond
+LEAP, LEAST, SURE = 128.0, 0.0625, 1.01  # as `protect.value_checks` has them; and what is sure to be beyond
 ROWS = {
     "weight: a bit that makes it NaN, infinite or a leap": "named",
     "moment: a bit that makes it NaN, infinite or a leap": "named",

@@ -8,6 +8,9 @@ does not crash. After each fault: the
 others are the same processes; the state that all go on from has, on each rank, the bits that it has at that step in a
 training that nothing happens to; and no committed step but the last few is lost. Where all are started again instead,
 that is counted, with the reason, and another training begins. Needs root.
+
+With --elastic no node waits: fewer ranks train on, and all when the node or the process is back. Then the bits are
+compared when a training has ended, with trainings that had these numbers of ranks and to which nothing happened.
 """
 
 from __future__ import annotations
@@ -29,13 +32,14 @@ from typing import Any
 
 from cluster.nodes import Nodes
 from cluster.slurm.daemons import Slurm
-from kept_run import TRAINER, Kept, KeptJob, KeptRun, number_inside, uninterrupted
+from kept_run import MLFLASH, TRAINER, Kept, KeptJob, KeptRun, number_inside, uninterrupted
 from waiting import take, until
 
 PLACES = ("fetch", "forward", "backward", "optimizer", "save", "stage.begun", "stage.copied")
 POINTS = ("round.left", "round.seated", "round.couriers", "round.open", "round.groups", "round.restored")
 KINDS = {"kill": 6, "kill at a place": 4, "stop": 2, "crash": 4, "power cut": 3, "two kills": 1, "kill, and another in "
-         "recovery": 2, "crash and kill": 1}  # fmt: skip
+         "recovery": 2, "crash and kill": 1, "hang": 1, "move": 1}  # fmt: skip
+HANG_S = 3
 CRASHES = ("crash", "power cut", "crash and kill")
 NOT_REACHED_S = 20.0
 RECOVERS_S = 60.0
@@ -60,16 +64,24 @@ class Job:
         with_slurm: whether it is a job of Slurm.
         pause: in each step, seconds.
         victim: the rank that is lost first, always; None: any.
+        elastic: whether no node waits, and fewer ranks train on. ``expected`` is empty then.
     """
 
     def __init__(self, folder: Path, ranks: int, last: int, expected: list[dict[int, str]], dice: random.Random,
-                 kinds: dict[str, int], model: str, with_slurm: bool, pause: float, victim: int | None):  # fmt: skip
+                 kinds: dict[str, int], model: str, with_slurm: bool, pause: float, victim: int | None,
+                 elastic: bool):  # fmt: skip
         self._folder, self._ranks, self._last, self._expected = folder, ranks, last, expected
         self._dice, self._kinds = dice, kinds
-        self._nodes = Nodes([f"host{number}" for number in range(1, ranks + 2)])
+        self._nodes = Nodes([f"host{number}" for number in range(1, ranks + 2 - elastic)])
         self._slurm = Slurm(self._nodes) if with_slurm else None
-        training = {"attacked": True, "digests": "entries", "pause": pause, "kind": model}
-        start = functools.partial(KeptJob, self._slurm) if self._slurm else functools.partial(KeptRun, self._nodes)
+        training = {"attacked": True, "digests": "steps" if elastic else "entries", "pause": pause, "kind": model}
+        more = ["--hang-after", str(HANG_S)] + (["--min-ranks", "1"] if elastic else [])
+        start = (
+            functools.partial(KeptJob, self._slurm)
+            if self._slurm
+            else functools.partial(KeptRun, self._nodes, more=more)
+        )
+        self._model, self._elastic, self._grown = model, elastic, 0.0
         self._run: Kept = start(ranks, last, **training)
         self._dead: list[str] = []
         self._victim = victim
@@ -81,6 +93,8 @@ class Job:
             for _ in range(most):
                 if not self._is_whole():
                     break
+                if self._elastic and (event := self._growth()):
+                    yield event
                 take(self._dice.uniform(0.1, 1.0))
                 if int(self._run.last_step(0)[1]) > self._last - 50:
                     break
@@ -92,8 +106,8 @@ class Job:
                 return
             if self._run.wait(self._last / 5 + 90):
                 yield {"kind": "the end", "wrong": "it did not end well"}
-            elif [end["digest"] for end in self._run.ends()] != [digests[self._last] for digests in self._expected]:
-                yield {"kind": "the end", "wrong": "other bits at the end"}
+            elif wrong := self._wrong_bits():
+                yield {"kind": "the end", "wrong": wrong}
         except AssertionError as error:
             yield {"kind": "?", "wrong": str(error)[:2000]}
 
@@ -115,8 +129,46 @@ class Job:
         for host in self._dead:
             self._nodes.boot(host)
         self._dead = []
-        until(lambda: self._run.has_ended or self._waiting(), lambda: f"a spare:\n{self._run.log()}", look_s=LOOK_S)
+        is_whole = self._is_large if self._elastic else self._waiting
+        until(lambda: self._run.has_ended or is_whole(), lambda: f"all:\n{self._run.log()}", RECOVERS_S, LOOK_S)
         return not self._run.has_ended
+
+    def _is_large(self) -> bool:
+        """Whether all ranks train."""
+        events = self._run.events("recovered") + self._run.events("moved")
+        newest = max(events, key=lambda event: event["time"], default={"ranks": self._ranks, "time": 0.0})
+        since = newest["time"]
+        return newest["ranks"] == self._ranks and all(
+            float(self._run.last_step(rank)[0]) > since for rank in range(self._ranks)
+        )
+
+    def _growth(self) -> dict[str, Any]:
+        """What came of the last time that ranks came; empty: none have since this was asked."""
+        events = [event for event in self._run.events("moved") if event["time"] > self._grown]
+        if not events:
+            return {}
+        self._grown = events[-1]["time"]
+        took = sum(event["seconds"] for event in events)
+        return {"kind": "grow", "fault": f"grow to {events[-1]['ranks']}", "seconds": took, **events[-1]["times"],
+                "steps lost": 0, "late": []}  # fmt: skip
+
+    def _wrong_bits(self) -> str:
+        """What is wrong at the end of a training; "": nothing."""
+        ends = [end["digest"] for end in self._run.ends()]
+        if not self._elastic:
+            return "" if ends == [digests[self._last] for digests in self._expected] else "other bits at the end"
+        changes = sorted(self._run.events("recovered") + self._run.events("moved"), key=lambda event: event["time"])
+        parts, ranks = list[tuple[int, int]](), self._ranks
+        for event in changes:
+            if event["ranks"] != ranks:
+                parts.append((ranks, event["step"]))
+                ranks = event["ranks"]
+        parts.append((ranks, self._last))
+        out = self._folder / f"{self._run.out.parent.name}-uninterrupted"
+        out.mkdir()
+        expected = uninterrupted(out, *parts, kind=self._model)
+        shutil.rmtree(out)
+        return "" if ends[:ranks] == expected else f"other bits at the end, after {parts}"
 
     def _waiting(self) -> bool:
         ranks = {self._run.process_of(rank) for rank in range(self._ranks)}
@@ -149,7 +201,11 @@ class Job:
             if kind == "kill, and another in recovery":
                 word = f"kill, then {(point := self._dice.choice(POINTS))}"
                 (run.out / "die").write_text(f"{second} {point}")
-            if kind in CRASHES:
+            if kind == "move":
+                self._move(first)
+            elif kind == "hang":
+                (run.out / "die").write_text(f"{first} hang")
+            elif kind in CRASHES:
                 host = run.host_of(first)
                 self._dead.append(host)
                 self._nodes.crash(host, kind == "power cut")
@@ -158,10 +214,23 @@ class Job:
             if kind in ("two kills", "crash and kill"):
                 self._signal(second, signal.SIGKILL)
                 lost |= {second}
-        result = {"kind": kind, "fault": word, "at": start, "ranks": sorted(lost), **self._outcome(start, lost, before)}
+        event = "moved" if kind == "move" else "recovered"
+        result = {"kind": kind, "fault": word, "at": start, "ranks": sorted(lost),
+                  **self._outcome(start, lost, before, event)}  # fmt: skip
+        if kind == "hang":
+            self._death()
+        if kind == "move":  # its node is maintained
+            self._nodes.crash(self._dead[-1])
+            if result.get("steps lost", 0) > 1:  # the one that runs, which ends it
+                result["wrong"] = f"{result['steps lost']} steps were lost"
         if kind == "kill, and another in recovery":
             result["second"] = bool(self._death())
         return result
+
+    def _move(self, rank: int) -> None:
+        """Let a rank leave its node, at any moment."""
+        self._dead.append(host := self._run.host_of(rank))
+        self._nodes.run(host, MLFLASH, "move", "--job", "kept")
 
     def _let_die(self, rank: int, place: str) -> float:
         """Have a rank killed at a place; when that was, 0 where the place was not reached."""
@@ -185,15 +254,16 @@ class Job:
 
     # What came of it
 
-    def _outcome(self, start: float, lost: set[int], before: dict[int, list[str]]) -> dict[str, Any]:
+    def _outcome(self, start: float, lost: set[int], before: dict[int, list[str]], name: str) -> dict[str, Any]:
         run = self._run
 
         def recoveries() -> list[dict[str, Any]]:
-            return [event for event in run.events("recovered") if event["time"] > start]
+            return [event for event in run.events(name) if event["time"] > start]
 
         def trains() -> bool:
             since = recoveries()[-1]["time"] - 0.02 if recoveries() else NEVER
-            return all(float(run.last_step(rank)[0]) > since for rank in range(self._ranks))
+            ranks = recoveries()[-1]["ranks"] if recoveries() else self._ranks
+            return all(float(run.last_step(rank)[0]) > since for rank in range(ranks))
 
         until(lambda: trains() or len(run.events("start")) > 1 or run.has_ended, run.log, RECOVERS_S, LOOK_S)
         if len(run.events("start")) > 1:
@@ -202,10 +272,14 @@ class Job:
             return {"wrong": f"it ended:\n{run.log()[-2000:]}"}
         recovered = recoveries()[-1]
         since = recovered["time"] - 0.02
-        after = {rank: next(line for line in run.steps(rank) if float(line[0]) > since) for rank in before}
+        ranks = range(recovered["ranks"])
+        after = {rank: next(line for line in run.steps(rank) if float(line[0]) > since) for rank in ranks}
         first_step = max(float(line[0]) for line in after.values())
         lost |= set(recovered["lost"])
-        stayed = all(after[rank][2] == before[rank][2] for rank in before if rank not in lost)
+        staying = {before[rank][2] for rank in before if rank not in lost}
+        stayed = staying <= {line[2] for line in after.values()}
+        if not self._elastic:  # otherwise they are numbered again
+            stayed = all(after[rank][2] == before[rank][2] for rank in before if rank not in lost)
         done = max(int(line[1]) for rank in before for line in run.steps(rank) if float(line[0]) < start)
         bits = self._check_digests()
         return {
@@ -244,7 +318,7 @@ def reference(folder: Path, ranks: int, last: int, model: str) -> list[dict[int,
     """The digest of each rank after each step of a training that nothing happens to."""
     out = folder / f"uninterrupted-{ranks}-{last}"
     out.mkdir()
-    uninterrupted(out, ranks, last, digests="steps", kind=model)
+    uninterrupted(out, (ranks, last), digests="steps", kind=model)
     return [{int(step): digest for step, _, digest in
              (line.split(" ", 2) for line in (out / f"digests-{rank}").read_text().splitlines())}
             for rank in range(ranks)]  # fmt: skip
@@ -318,19 +392,20 @@ def main() -> int:
     parser.add_argument("--victim", type=int, help="the rank that is lost first, always; the others see all recoveries")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, help="default: all")
     parser.add_argument("--model", default="ddp", choices=["ddp", "compiled", "fsdp", "hsdp", "tp"])
+    parser.add_argument("--elastic", action="store_true", help="no node waits: fewer ranks train on, and more later")
     parser.add_argument("--slurm", action="store_true", help="each training is a job of a real Slurm on these nodes")
     parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each fault; what went wrong beside")
     args = parser.parse_args()
     kinds = {kind: weight for kind, weight in KINDS.items() if not args.kinds or kind in args.kinds}
     folder = Path(tempfile.mkdtemp(prefix="kept-campaign-", dir="/var/tmp"))
-    expected = reference(folder, args.ranks, args.last, args.model)
+    expected = [] if args.elastic else reference(folder, args.ranks, args.last, args.model)
     results: list[dict[str, Any]] = []
     number = 0
     while len(results) < args.faults:
         number += 1
         dice = random.Random(f"{args.seed} {number}")
         job = Job(args.out.parent, args.ranks, args.last, expected, dice, kinds, args.model, args.slurm, args.pause,
-                  args.victim)  # fmt: skip
+                  args.victim, args.elastic)  # fmt: skip
         keep = ""
         try:
             for result in job.attack(min(args.at_once, args.faults - len(results))):

@@ -139,3 +139,14 @@ def test_where_it_is_ended_nothing_of_it_goes_on(shm: Path, tmp_path: Path) -> N
     assert process.returncode == 128 + signal.SIGTERM, out
     until(lambda: not processes_of(tmp_path), lambda: f"their end: {processes_of(tmp_path)}", 60)
     assert not list(shm.glob("demo-*"))
+
+
+def test_the_demo_shows_three_ranks_that_train_on_and_the_fourth_that_comes_back(shm: Path, tmp_path: Path) -> None:
+    with demo(shm, tmp_path, "--elastic") as process:
+        output, _ = process.communicate(timeout=110)
+    assert process.returncode == 0, output
+    four, three, again = (
+        line.split(": processes ")[1].split(", ") for line in output.splitlines() if "ranks: p" in line
+    )
+    assert [four[0], four[1], four[3]] == three == again[:3] and again[3] not in four
+    assert not list(tmp_path.glob("mlflash-demo-*")) and not list(shm.glob("mlflash-demo-*"))

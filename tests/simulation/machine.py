@@ -179,12 +179,12 @@ def process_globals() -> dict[tuple[Any, str], Any]:
     import mlflash.launch.program_mpi as program_mpi
     import mlflash.memory.node_directory as node_directory
     import mlflash.run.decider_link as decider_link
-    import mlflash.save.until as until
+    import mlflash.save.lazy_saves as lazy_saves
 
     return {
         (connection, "_connections"): [], (connection, "_starting"): None,
         (program_mpi, "_pending"): [],
         (node_directory, "_locked_here"): set(), (process_end, "_open"): weakref.WeakKeyDictionary(),
-        (until.HOOK, "listeners"): weakref.WeakSet(), (until.HOOK, "heard"): weakref.WeakSet(),
+        (lazy_saves.HOOK, "listeners"): weakref.WeakSet(), (lazy_saves.HOOK, "heard"): weakref.WeakSet(),
         (sys, "excepthook"): sys.__excepthook__, (decider_link, "_link"): None, (os, "environ"): dict(_REAL["environ"]),
     }  # fmt: skip

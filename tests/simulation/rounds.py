@@ -10,6 +10,7 @@ import os
 import shutil
 import traceback
 from collections.abc import Callable
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import couriers
@@ -37,6 +38,7 @@ _ALL_ENDED = "all ranks came to their end"
 _KILLED = 137
 _RECOVERS_S = 20.0  # from the notice of a loss until all train again
 _ANSWERS_S = 5.0  # a courier that is stopped for longer may answer too late
+_PLANNED = 0.2  # how often ranks are to leave a host when a rank has begun a round
 _IMPORTS_S = 5.0  # of a process that is started anew
 _FAULTS_NEEDED = {
     _ALL_ENDED: 0, "before all ranks had begun": 1, "no process was ready": 1, "all ranks were lost": 1,
@@ -97,6 +99,7 @@ class Supervisor:
         self._due = NEVER
         self._problems: list[str] = []
         self.faults, self._has_courier_died = 0, False
+        self._planning = Random(history.seed)
         self._waits, self.rest_s = random.random() < 0.85, random.choice([0.0, 0.1, 0.5])
         if self._waits and not self._launch.is_last:
             self._launch.plan = draw_plan(random, setting, POINTS, self._launch.saves, False, False)
@@ -109,7 +112,7 @@ class Supervisor:
         self._launch.trainers.append(process)
         self.processes[name], self._host_of[process] = process, host
         environment = process.globals[os, "environ"]
-        environment[KEPT] = json.dumps({"socket": "supervisor", "name": name, "size": size})
+        environment[KEPT] = json.dumps({"socket": "supervisor", "name": name, "size": size, "waits": rank is None})
         process.at_death.append(lambda: self._died(name, host))
         return process
 
@@ -136,12 +139,18 @@ class Supervisor:
                     self.tell(name, told)
             case {"ready": _}:
                 membership.ready(name, now)
-            case {"left": number}:
-                membership.left(name, number, now)
+            case {"left": number, "unit": unit}:
+                membership.left(name, number, now, unit)
+            case {"saved": number, "step": step}:
+                membership.saved(name, number, step)
+            case {"paused": number}:
+                membership.paused(name, number, now)
             case {"here": number}:
                 membership.here(name, number)
             case {"trains": number, "step": step, "times": times}:
                 membership.trains(name, number, step, times, now)
+                if self._planning.random() < _PLANNED and not membership.move(self._planning.choice(membership.hosts)):
+                    self.faults += 1  # a spare is used up
             case {"done": number}:
                 membership.done(name, number)
             case {"text": number, "what": what, "is": text}:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +57,32 @@ class Kept(Results):
         running = self.nodes.running(self.host_of(rank), str(TRAINER))
         return next((pid for pid in running if number_inside(pid) == inside), None)
 
+    def stop(self) -> int:
+        """Let it end after a step that it has not come to yet. Return this step."""
+        last = max(int(self.last_step(rank)[1]) for rank in range(2)) + 50
+        (self.out / "stop.part").write_text(str(last))
+        (self.out / "stop.part").rename(self.out / "stop")
+        return last
+
     def go_on(self, step: int | None = None) -> None:
         """Let it go on where it holds: at ``hold_at``, or at a step of ``holds``."""
         (self.out / ("go on" if step is None else f"go on {step}")).touch()
 
 
 class KeptRun(Launched, Kept):
-    """A run that was started on the head, by a remote shell; nodes beyond the ranks wait. Close it."""
+    """A run that was started on the head, by a remote shell; nodes beyond the ranks wait. Close it.
 
-    def __init__(self, nodes: Nodes, ranks: int, last: int, **training: Any):
+    Args:
+        hosts: nodes; None: all.
+        more: more options of `mlflash run`.
+    """
+
+    def __init__(self, nodes: Nodes, ranks: int, last: int, hosts: int | None = None, more: Sequence[str] = (),
+                 **training: Any):  # fmt: skip
         self.nodes, self.ranks, out = nodes, ranks, nodes.path / "out"
         training = {"settings": {"job": "kept"}, **training}
-        told = ["--keep-alive", "-N", ranks, "--hosts", ",".join(nodes.names), "--rsh", nodes.shell, "--job", "kept",
-                "--lost-after", LOST_S, "--journal", out / "run.jsonl"]  # fmt: skip
+        told = ["--keep-alive", "-N", ranks, "--hosts", ",".join(nodes.names[:hosts]), "--rsh", nodes.shell, "--job",
+                "kept", "--lost-after", LOST_S, "--journal", out / "run.jsonl", *more]  # fmt: skip
         words = [MLFLASH, "run", *told, "--", sys.executable, TRAINER, out, last, json.dumps(training)]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | _ENV
         environment["PYTHONPATH"] = str(TRAINER.parent)
@@ -107,14 +121,20 @@ class KeptJob(Kept):
         self.job.cancel()
 
 
-def uninterrupted(out: Path, ranks: int, last: int, **training: Any) -> list[str]:
-    """Digests of the final state of ranks that nothing happens to; on this host, without redundancy."""
-    told = ["-N", 1, "--ranks-per-node", ranks, "--launcher", "ssh", "--job", "alone", "--journal", out / "run.jsonl"]
+def uninterrupted(out: Path, *parts: tuple[int, int], **training: Any) -> list[str]:
+    """Digests of the final state of ranks that nothing happens to; on this host, without redundancy.
+
+    Args:
+        parts: each a number of ranks, and the step until which so many train.
+    """
     options = json.dumps({"settings": {"job": "alone", "redundancy": "none"}, **training})
-    words = [MLFLASH, "run", *told, "--", sys.executable, TRAINER, out, last, options]
     environment = {**os.environ, **_ENV, "PYTHONPATH": str(TRAINER.parent), "MLFLASH_MEMORY": str(out)}
-    subprocess.run([*map(str, words)], env=environment, check=True, timeout=90 + last / 10)
-    return [end["digest"] for end in Results(out).ends()]
+    for ranks, last in parts:
+        told = ["-N", 1, "--ranks-per-node", ranks, "--launcher", "ssh", "--job", "alone", "--keep-memory", "--journal",
+                out / "run.jsonl"]  # fmt: skip
+        words = [MLFLASH, "run", *told, "--", sys.executable, TRAINER, out, last, options]
+        subprocess.run([*map(str, words)], env=environment, check=True, timeout=90 + last / 10)
+    return [end["digest"] for end in Results(out).ends()[: parts[-1][0]]]
 
 
 def number_inside(pid: int) -> str:

@@ -7,11 +7,13 @@ its final state to OUT/end-RANK. JSON:
   seconds a step;
 - ``die``: a list of rank, step and place, at each of which the process that has this rank kills itself once;
   ``die_in``: a list of rank and crash point of a recovery, at each of which it does so;
+- ``hang``: a list of rank and step, at each of which the process that has this rank waits for ever, once;
 - ``attacked``: who attacks it writes a rank and a place, or a crash point, into OUT/die, and the process that takes the
   file dies there; each process notes in OUT/waits-HOST-PID that it is about to wait;
 - ``digests``: what is noted of the state in OUT/digests-RANK, "entries": at each entry, "steps": after each step;
 - ``hold_at``: the step that rank 0 does not begin before there is a file "go on"; ``holds``: steps, each of which it
-  does not begin before there is a file "go on STEP".
+  does not begin before there is a file "go on STEP";
+- ``stops``: it ends after the step in the file OUT/stop, which is there in time.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +55,10 @@ BEGAN_WITH = dict(os.environ)
 def die(step: int, place: str) -> None:
     """Be killed here, where that is asked for, once."""
     rank = dist.get_rank()
+    hangs = OUT / f"hung-{rank}-{step}"
+    if [rank, step] in OPTIONS.get("hang", []) and not hangs.exists():
+        hangs.touch()
+        threading.Event().wait()
     if [rank, step, place] in OPTIONS.get("die", []):
         once(OUT / f"died-{rank}-{step}-{place}")
     die_if_told(str(rank), place)
@@ -60,6 +67,10 @@ def die(step: int, place: str) -> None:
 def die_if_told(rank: str, place: str) -> None:
     """Be killed here, if who attacks this training wants that."""
     told = OUT / "die"
+    if OPTIONS.get("attacked") and place == "forward" and told.exists() and told.read_text() == f"{rank} hang":
+        told.write_text(str(time.time()))
+        told.rename(OUT / "died")
+        threading.Event().wait()
     if OPTIONS.get("attacked") and told.exists() and told.read_text() == f"{rank} {place}":
         told.write_text(str(time.time()))
         told.rename(OUT / "died")
@@ -148,6 +159,8 @@ def train(ckpt: mlflash.Checkpointer, start: int) -> int:
         note_digest(rank, start)
     data = batches(start + 1)
     for step in range(start + 1, LAST + 1):
+        if OPTIONS.get("stops") and (OUT / "stop").exists() and step > int((OUT / "stop").read_text()):
+            break
         if rank == 0 and step == OPTIONS.get("hold_at"):
             until((OUT / "go on").exists, "the test to say go on")
         if rank == 0 and step in OPTIONS.get("holds", ()):

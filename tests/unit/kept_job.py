@@ -40,7 +40,7 @@ folder = sys.argv[1]
 said = os.open(folder + "/said", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 where = [os.environ.get(name, "none") for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")]
 link = decider()
-assert decider() is link and is_spare() == ("RANK" not in os.environ)
+assert decider() is link and is_spare() == link.waits == ("MASTER_PORT" not in os.environ)
 link.on_lost.append(lambda number: say("heard"))
 link.on_lost.append(lambda number: 1 / 0)  # harms nobody
 say("begins", json.loads(os.environ["MLFLASH_KEPT"])["name"], *where)
@@ -57,7 +57,8 @@ try:
             while not link.is_over(number, 0.02):
                 if not odd and os.path.exists(folder + "/odd"):
                     odd = True
-                    for message in ({"left": "x"}, {"left": []}, {"trains": 1}, {"text": 1, "what": "port"}, {"no": 1}):
+                    for message in ({"left": "x", "unit": 1}, {"left": []}, {"left": 1}, {"trains": 1}, {"no": 1},
+                                    {"text": 1, "what": "port"}):
                         link.say(message)
                     say("odd")
                 if os.path.exists(folder + "/end"):
@@ -67,7 +68,7 @@ try:
             link.check(number)
         except RoundOver:
             say("left", number)
-            link.say({"left": number})
+            link.say({"left": number, "unit": 1})
 except MlflashError:
     say("alone")
     signal.pause()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mlflash.run.membership import Deadlines, Member, Membership
+from mlflash.run.membership import Deadlines, Member, Membership, Stuck
 
 KILLED = 137
-DEADLINES = Deadlines(lost_s=5.0, leave_s=30.0, ready_s=120.0)
+DEADLINES = Deadlines(lost_s=5.0, leave_s=30.0, hang_s=60.0, ready_s=120.0)
 
 
 class Job:
@@ -17,9 +17,10 @@ class Job:
     Args:
         ranks, spares: the host of each process, as in "a a b"; those of a host are a0, a1 and so on.
         begins: whether all have begun to train, at step 10, and all spares wait.
+        least: the smallest number of ranks; 0: as many as there are.
     """
 
-    def __init__(self, ranks: str, spares: str = "", begins: bool = True):
+    def __init__(self, ranks: str, spares: str = "", begins: bool = True, least: int = 0):
         self.members: list[Member] = []
         for number, host in enumerate((ranks + " " + spares).split()):
             local = sum(one.host == host for one in self.members)
@@ -28,7 +29,7 @@ class Job:
         self.now, self.told = 1000.0, list[tuple[str, dict[str, Any]]]()
         self.killed, self.started = list[str](), list[str]()
         self.notes: list[tuple[str, dict[str, Any]]] = []
-        self.it = Membership(self.members, self, DEADLINES, self.now)
+        self.it = Membership(self.members, self, DEADLINES, self.now, least)
         if begins:
             self.ready(*(one.name for one in self.members))
             self.train(*(one.name for one in self.members if one.rank is not None))
@@ -55,13 +56,24 @@ class Job:
         for name in names:
             self.it.ready(name, self.now)
 
-    def leave(self, *names: str) -> None:
+    def leave(self, *names: str, unit: int = 1) -> None:
         for name in names:
-            self.it.left(name, self.it.round, self.now)
+            self.it.left(name, self.it.round, self.now, unit)
+
+    def pause(self, *names: str, saved: int = 10) -> None:
+        """Say what was saved last, and then that the next save is committed."""
+        for name in names:
+            self.it.saved(name, self.it.round, saved)
+        for name in names:
+            self.it.paused(name, self.it.round, self.now)
 
     def train(self, *names: str, step: int = 10) -> None:
         for name in names:
             self.it.trains(name, self.it.round, step, {}, self.now)
+
+    def stuck(self, name: str, count: int, idle_s: float = 70.0) -> None:
+        at = Stuck(count, idle_s, "allreduce", f"{name}.py:7 (step)")
+        self.it.stuck(name, self.it.round, at, self.now)
 
     def end(self, *names: str, code: int = KILLED, why: str = "it was killed") -> None:
         for name in names:
@@ -85,6 +97,14 @@ class Job:
                     word = f"{number}: {rank}"
                 case {"lost": number}:
                     word = f"lost {number}"
+                case {"where": number}:
+                    word = f"where {number}"
+                case {"pause": number}:
+                    word = f"pause {number}"
+                case {"pause_after": _, "step": step}:
+                    word = f"pause after {step}"
+                case {"go_on": number}:
+                    word = f"go on {number}"
                 case {"is": text}:
                     word = text
             said.setdefault(name, []).append(word)

@@ -24,7 +24,7 @@ from mlflash.launch.lines import pack
 from mlflash.run.agents import Agents
 from mlflash.run.launch_systems import OnSsh
 from mlflash.run.membership import Deadlines
-from mlflash.run.started_ranks import KeptRanks, RunLog, start_kept
+from mlflash.run.started_ranks import KeepAlive, KeptRanks, RunLog, start_kept
 
 LATER_S = 60.0  # without a sign of life; where nothing is to be lost for that, on a busy machine
 SUPERVISOR = """
@@ -33,10 +33,10 @@ from mlflash.run.agents import Agents
 from mlflash.run.started_ranks import RunLog
 from mlflash.run.membership import Deadlines
 from mlflash.run.launch_systems import OnSsh
-from mlflash.run.started_ranks import start_kept
+from mlflash.run.started_ranks import KeepAlive, start_kept
 with Agents(OnSsh(["a", "b"], {shell!r}), 2.0) as agents:
     argv = [sys.executable, "-c", {program!r}, {folder!r}]
-    start_kept(agents, 0, Deadlines(2.0), RunLog(None), ["a"], 2, argv, {{}})
+    start_kept(agents, KeepAlive(0, Deadlines(2.0)), RunLog(None), ["a"], 2, argv, {{}})
     threading.Event().wait()
 """
 Start = Callable[..., KeptRanks]
@@ -68,7 +68,9 @@ def start(tmp_path: Path, shell: str) -> Iterator[Start]:
         names = [*hosts.split(","), *filter(None, spare_hosts.split(","))]
         opened.append(Agents(OnSsh(names, shell), lost_s).__enter__())
         run_log, argv = RunLog(tmp_path / "run.jsonl"), [sys.executable, "-c", program, str(tmp_path)]
-        started.append(start_kept(opened[-1], spares, Deadlines(lost_s), run_log, hosts.split(","), per_node, argv, {}))
+        started.append(
+            start_kept(opened[-1], KeepAlive(spares, Deadlines(lost_s)), run_log, hosts.split(","), per_node, argv, {})
+        )
         Said(tmp_path).seats(1)
         seen.update(started_by({os.getpid()}))
         membership = started[-1].membership
@@ -178,7 +180,7 @@ def test_strangers_are_refused_and_harm_nobody(start: Start, tmp_path: Path, cap
     (kept,) = (word for word in environment.split(b"\0") if word.startswith(b"MLFLASH_KEPT="))
     socket_of_b = "\0" + json.loads(kept.partition(b"=")[2])["socket"]
     for stranger in ({"name": "nobody"}, {"left": 1}, [], 7, "b#0"):
-        speak(socket_of_b, pack(stranger) + pack({"left": 1}))
+        speak(socket_of_b, pack(stranger) + pack({"left": 1, "unit": 1}))
     before = said.seats(1)
     (tmp_path / "odd").touch()
     until(lambda: len(said.of("odd")) == 2, "what both ranks say that nobody understands")

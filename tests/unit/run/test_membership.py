@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.membership_job import KILLED, Job
 
+from mlflash.run.membership import NEVER
+
 
 def test_one_that_does_not_leave_in_time_is_killed_and_replaced() -> None:
     job = Job("a b c", "d e")
@@ -126,6 +128,148 @@ def test_who_begins_its_program_anew_is_told_once_more_what_it_was_told() -> Non
     assert job.hears() == {"b0.1": ["3: 1"]}  # nothing of another round
 
 
+def test_the_others_go_on_with_fewer_ranks_and_with_more_when_somebody_waits() -> None:
+    job = Job("a b c d", least=2)
+    job.end("b0", "c0")
+    job.leave("a0")
+    assert job.it.round == 1
+    job.hears()
+    job.leave("d0")
+    assert job.it.round == 2 and job.it.size == 2 and job.seats() == {"a0": "2: 0", "d0": "2: 1"}
+    assert not job.started, "imports of others would slow this down"
+    job.train("a0", "d0", step=20)
+    assert job.started == ["b0.1", "c0.2"]
+    job.ready("b0.1")
+    assert not job.hears(), "another one is about to be ready"
+    job.ready("c0.2")
+    assert job.hears() == {"a0": ["pause 2"], "d0": ["pause 2"]}
+    job.it.saved("a0", 2, 21)
+    job.it.saved("d0", 2, 22)
+    assert job.hears() == {"a0": ["pause after 22"], "d0": ["pause after 22"]}
+    job.it.paused("a0", 2, job.now)
+    assert not job.hears()
+    job.it.paused("d0", 2, job.now)
+    assert job.hears() == {"a0": ["lost 2"], "d0": ["lost 2"]}
+    job.leave("a0", "d0")
+    assert job.it.size == 4 and job.seats() == {"a0": "3: 0", "d0": "3: 1", "b0.1": "3: 2", "c0.2": "3: 3"}
+    job.train("a0", "b0.1", "c0.2", "d0", step=23)
+    assert [event for event, _ in job.notes] == ["recovered", "moved"]
+    assert job.notes[-1][1]["ranks"] == 4 and job.notes[-1][1]["lost"] == []
+
+
+@pytest.mark.parametrize(
+    ("unit", "seats"), [(2, {"a0": "2: 0", "b0": "2: 1"}), (1, {"a0": "2: 0", "b0": "2: 1", "d0": "2: 2"})]
+)
+def test_whole_replicas_go_on(unit: int, seats: dict[str, str]) -> None:
+    job = Job("a b c d", least=1)
+    job.hears()
+    job.end("c0")
+    job.hears()
+    job.leave("a0", "b0", "d0", unit=unit)
+    assert job.seats() == seats
+    job.train(*seats)
+    assert not job.hears(), "who has no rank now waits, and is too few for another replica"
+    job.ready("c0.1")
+    assert job.seats() == dict.fromkeys(seats, "pause 2")
+
+
+def test_a_number_of_ranks_that_cannot_change_waits_for_a_process() -> None:
+    job = Job("a b c", least=1)
+    job.end("b0")
+    job.leave("a0", "c0", unit=0)
+    assert job.it.round == 1 and job.started == ["b0.1"]
+    job.ready("b0.1")
+    assert job.it.round == 2 and job.it.size == 3
+
+
+def test_ranks_move_to_other_hosts_after_a_save_that_all_have_committed() -> None:
+    job = Job("a b", "c c")
+    assert job.it.move("b") == ""
+    assert job.hears() == {"a0": ["pause 1"], "b0": ["pause 1"]}
+    job.pause("a0", "b0", saved=14)
+    assert job.hears() == {name: ["pause after 14", "lost 1"] for name in ("a0", "b0")}
+    job.leave("a0", "b0")
+    assert job.seats() == {"a0": "2: 0", "c0": "2: 1"} and job.killed == ["b0"]
+    job.end("b0")
+    job.train("a0", "c0", step=15)
+    assert not job.started, "nothing is started on a host that is to be left"
+    assert job.notes == [("moved", {"round": 2, "lost": [], "why": "b is to be left", "step": 15, "ranks": 2,
+                                    "seconds": 0.0, "times": {}})]  # fmt: skip
+    assert job.it.move("c") == "1 processes on other hosts are too few for 2 ranks"
+    job.lose("b")
+    job.it.host_back("b")
+    job.ready(job.started[-1])
+    assert job.it.move("c") == ""
+
+
+def test_a_loss_in_a_plan_comes_first_and_the_plan_is_made_again() -> None:
+    job = Job("a b c", "d e")
+    job.it.move("a")
+    job.it.saved("b0", 1, 10)
+    job.end("c0")
+    job.hears()
+    job.leave("a0", "b0")
+    assert job.seats() == {"d0": "2: 0", "b0": "2: 1", "e0": "2: 2"} and job.killed == ["a0"]
+
+
+def test_all_go_on_if_some_do_not_come_to_the_next_save() -> None:
+    job = Job("a b", "c")
+    job.it.move("b")
+    job.it.saved("a0", 1, 10)
+    job.it.saved("b0", 1, 10)
+    job.it.paused("a0", 1, job.now)
+    job.hears()
+    job.later(120)
+    assert job.hears() == {"a0": ["go on 1"], "b0": ["go on 1"]} and not job.killed
+    job.it.paused("b0", 1, job.now)
+    assert not job.hears() and job.it.round == 1
+
+
+def test_the_rank_that_others_wait_for_hangs_and_is_replaced() -> None:
+    job = Job("a b c", "d")
+    job.stuck("c0", 12)
+    assert job.hears() == {"a0": ["where 1"], "b0": ["where 1"]}
+    job.stuck("a0", 12)
+    assert not job.killed
+    job.stuck("b0", 11, idle_s=70.5)
+    assert job.killed == ["b0"]
+    event, fields = job.notes[-1]
+    assert event == "hang" and fields["rank"] == 1 and fields["seconds"] == 70.5 and fields["others"] == ["allreduce"]
+    job.end("b0")
+    job.hears()
+    job.leave("a0", "c0")
+    assert job.seats() == {"a0": "2: 0", "d0": "2: 1", "c0": "2: 2"}
+    job.train("a0", "c0", "d0", step=20)
+    assert job.notes[-1][1]["why"] == "it hung in b0.py:7 (step), after allreduce"
+
+
+def test_a_rank_whose_interpreter_does_not_answer_hangs() -> None:
+    job = Job("a b", "c")
+    job.stuck("a0", 12)
+    job.later(4.9)
+    assert not job.killed
+    job.later(0.1)
+    assert job.killed == ["b0"] and job.notes[-1][1]["why"] == "it hung, and its Python does not run"
+
+
+def test_a_rank_that_makes_progress_is_slow_and_does_not_hang() -> None:
+    job = Job("a b", "c")
+    job.stuck("a0", 12)
+    job.stuck("b0", 11, idle_s=1.0)
+    job.later(1000.0)
+    assert not job.killed and job.it.until == NEVER and job.it.round == 1
+
+
+def test_if_all_wait_for_each_other_they_go_back_together() -> None:
+    job = Job("a b", "c")
+    job.hears()
+    job.stuck("a0", 12)
+    job.stuck("b0", 12)
+    assert not job.killed and job.hears() == {"a0": ["lost 1"], "b0": ["where 1", "lost 1"]}
+    job.leave("a0", "b0")
+    assert job.seats() == {"a0": "2: 0", "b0": "2: 1"}
+
+
 # Whatever happens in whatever order, no rank has two processes, or none
 
 
@@ -138,16 +282,19 @@ class Process:
     is_ready: bool = False
     seat: tuple[int, int] | None = None  # round and rank
     owes: str = "ready"
+    saved: int = 0
+    pauses_after: int | None = None
 
 
 class World(Job):
     """Processes that answer when it is their turn; what must hold is asserted whatever they are told."""
 
-    def __init__(self, ranks: str, spares: str):
+    def __init__(self, ranks: str, spares: str, least: int, unit: int):
+        self.unit = unit
         self.processes: dict[str, Process] = {}
         self.holders: dict[tuple[int, int], str] = {}
         self.dead_hosts, self.lost_told = set[str](), set[tuple[str, int]]()
-        super().__init__(ranks, spares, begins=False)
+        super().__init__(ranks, spares, begins=False, least=least)
         self.processes |= {one.name: Process(one.host) for one in self.members}
 
     def tell(self, name: str, message: dict[str, Any]) -> None:
@@ -159,6 +306,15 @@ class World(Job):
             assert self.holders.setdefault(seat, name) == name
             assert seat[0] == 1 or one.owes == "", f"{name} has not left {one.seat}, and gets {seat}"
             one.seat, one.owes = seat, "here"
+            assert message["seat"]["size"] == self.it.size
+        elif "pause" in message:
+            one.owes = "saved"
+        elif "pause_after" in message:
+            one.pauses_after = message["step"]
+            assert one.saved <= message["step"]
+            one.owes = "paused"
+        elif "go_on" in message:
+            one.owes = ""
         else:
             assert one.seat is not None and message["lost"] == one.seat[0]
             one.owes = "left"
@@ -180,7 +336,13 @@ class World(Job):
             one.is_ready = True
             self.ready(name)
         elif owes == "left":
-            self.leave(name)
+            self.leave(name, unit=self.unit)
+        elif owes == "saved":
+            one.saved += 1
+            self.it.saved(name, self.it.round, one.saved)
+        elif owes == "paused":
+            one.saved = (one.pauses_after or 0) + 1
+            self.it.paused(name, self.it.round, self.now)
         elif owes == "here":
             self.it.here(name, self.it.round)
             one.owes = "trains"
@@ -246,20 +408,22 @@ def happens(world: World, kind: int, who: int) -> None:
         world.later(50.0)
     elif kind < 31:
         world.build("abcd"[who % 4])
+    elif kind < 32:
+        world.it.move("abcd"[who % 4])
     else:
         world.bury()
 
 
 PLACES = st.lists(st.sampled_from("abcd"), min_size=2, max_size=4).map(" ".join)
-EVENTS = st.lists(st.tuples(st.integers(0, 31), st.integers(0, 99)), min_size=20, max_size=80)
+EVENTS = st.lists(st.tuples(st.integers(0, 33), st.integers(0, 99)), min_size=20, max_size=80)
 
 
 @settings(max_examples=200, deadline=None, database=None)
-@given(PLACES, st.just("") | PLACES, st.booleans(), EVENTS)
+@given(PLACES, st.just("") | PLACES, st.booleans(), st.integers(0, 3), st.integers(0, 2), EVENTS)
 def test_whatever_happens_no_rank_has_two_processes_or_none_and_it_comes_to_an_end(
-    ranks: str, spares: str, begins: bool, events: list[tuple[int, int]]
+    ranks: str, spares: str, begins: bool, least: int, unit: int, events: list[tuple[int, int]]
 ) -> None:
-    world = World(ranks, spares)
+    world = World(ranks, spares, least, unit)
     for name in [*world.processes] * 3 if begins else ():
         world.answer(name)
     for kind, who in events:
