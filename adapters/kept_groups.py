@@ -59,6 +59,7 @@ _SENDING = ("_allgather_base", "_reduce_scatter_base", "all_gather_single", "all
             "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "monitored_barrier",
             "recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single",
             "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send")  # fmt: skip
+_BETWEEN_TWO = ("recv", "recv_anysource", "send")  # not all ranks call these as often
 _groups: weakref.WeakValueDictionary[str, ExchangeableGroup] = weakref.WeakValueDictionary()
 _completed: Any = _distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
 _interrupted: list[InterruptibleWork] = []  # interrupted while gloo still ran them
@@ -185,7 +186,7 @@ class ExchangeableGroup(ProcessGroup):
 def _passed_on(name: str) -> Callable[..., Work]:
     def call(self: ExchangeableGroup, *args: Any, **named: Any) -> Work:
         connections = self.connections
-        progress.collective(name, self._size == dist.get_world_size())
+        progress.collective(name, self._size == dist.get_world_size() and name not in _BETWEEN_TWO)
         work: Work = getattr(connections, name)(*args, **named)
         if not isinstance(connections, FakeProcessGroup):
             return work if _has_nccl and _is_on_device(args) else self.watched(work)
@@ -343,7 +344,7 @@ def exchange_all(store: Store, timeout: timedelta) -> None:
 def _known_to_all() -> dict[str, ExchangeableGroup]:
     """Give all groups by a name that is the same on all of their ranks. Torch's names follow from earlier ranks."""
     named: dict[str, ExchangeableGroup] = {}
-    for _, group in sorted(_groups.items()):
+    for group in list(_groups.values()):  # in the order in which all ranks have made them
         ranks = ranks_of(group)
         digest = hashlib.sha1(str(ranks).encode(), usedforsecurity=False).hexdigest()
         number = sum(name.startswith(digest) for name in named)  # torch may make several groups of the same ranks
@@ -365,6 +366,7 @@ class TorchGroups:
         self._timeout = timeout
         self._store: dist.TCPStore | None = None
         self._meets: tuple[str, int] | None = None  # where the store is
+        progress.waits = _waits
         self._has_other_ranks = False  # whether models have the shards of other ranks
 
     def drop(self) -> None:
@@ -415,6 +417,11 @@ class TorchGroups:
             group.take(rank_in_group, ranks)
         forget_meshes()
         self._has_other_ranks = True
+
+
+def _waits() -> bool:
+    """Whether gloo still runs a collective of this process. Any thread."""
+    return any(not work.is_completed() for group in groups() for work in list(group._works))
 
 
 def _looks(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:

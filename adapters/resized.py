@@ -44,14 +44,18 @@ def instances(kind: type) -> list[Any]:
 def unit(groups: Iterable[ProcessGroup], models: Sequence[nn.Module]) -> int:
     """Return what the number of ranks must be a multiple of; 0: it cannot change. Not collective.
 
-    It cannot change if FSDP2 uses other meshes than one or two dimensions of all ranks, if there are other groups of
-    some ranks, or distributed tensors that are neither parameters of FSDP2 nor values of an optimizer.
+    It cannot change if FSDP2 uses other meshes than one or two dimensions of all ranks, or cuts other dimensions than
+    the first one; if there are other groups of some ranks, or distributed tensors that are neither parameters of FSDP2
+    nor values of an optimizer.
     """
     size, meshes = dist.get_world_size(), _meshes(models)
     if any(mesh.ndim > 2 or mesh.mesh.flatten().tolist() != list(range(size)) for mesh in meshes):
         return 0
-    if any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in _param_groups(models)):
-        return 0
+    for param_group in _param_groups(models):
+        if param_group.post_forward_mesh_info not in (None, param_group.mesh_info):
+            return 0
+        if any(parameter.fsdp_placement.dim for parameter in param_group.fsdp_params):  # it must divide evenly
+            return 0
     names = {name for mesh in meshes for name in mesh._dim_group_names}
     if any(group.size() != size and group.group_name not in names for group in groups):
         return 0
@@ -80,7 +84,7 @@ def place(group: ProcessGroup, models: Sequence[nn.Module], rank: int, size: int
         rank, size: of this process in the job, then.
     """
     for mesh in _meshes(models):
-        if mesh.ndim == 2 and group.group_name in mesh._dim_group_names and group.size() != dist.get_world_size():
+        if mesh.ndim == 2 and group.group_name in mesh._dim_group_names:
             row = mesh.size(1)
             if mesh._dim_group_names.index(group.group_name) == 0:
                 return rank // row, list(range(rank % row, size, row))

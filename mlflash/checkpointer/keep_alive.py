@@ -147,7 +147,7 @@ class _Rounds:
         if self._agent is None or self._agent.is_lost:
             self._agent = connection.find_agent(self._config(), seat.size)
         ckpt.after_save(lambda snapshot: self._link.saved(seat.round, snapshot.step, lambda: _is_committed(snapshot)))
-        self._link.began(seat.round, step or 0, times.took)
+        self._link.began(seat.round, step or 0, times.took, _unit())
         watch = ProgressWatch(seat.hang_s, lambda: self._link.say({"stuck": seat.round, **progress.described()}))
         try:
             result = self._train(ckpt, step or 0)
@@ -200,10 +200,15 @@ class _Rounds:
             raise SystemExit("a device still copies into memory that another process needs: this process ends")
         self._ckpt = None
         connection.leave()
-        units = [group.unit() for group in registered_groups]
-        self._link.say({"left": seat.round, "unit": 0 if 0 in units else math.lcm(*units)})
+        self._link.say({"left": seat.round, "unit": _unit()})
         reach("round.left")
         gc.collect()  # while others leave; iterators and their workers end with their frames
+
+
+def _unit() -> int:
+    """What the number of ranks must be a multiple of, as this rank knows; 0: it cannot change."""
+    units = [group.unit() for group in registered_groups]
+    return 0 if 0 in units else math.lcm(*units)
 
 
 def _is_committed(snapshot: Snapshot) -> bool:

@@ -182,6 +182,7 @@ class RankProcesses:
         server = await self._loop.create_unix_server(self._accept, sock=listener, backlog=_STRANGERS)
         for number in _PASSED_ON:
             self._loop.add_signal_handler(number, self._pass_on, number)
+        self._loop.add_signal_handler(signal.SIGPWR, self._leave_node)
         self._loop.add_signal_handler(signal.SIGHUP, self._lose, "its agent received SIGHUP")
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -259,10 +260,11 @@ class RankProcesses:
         self._moves.append(answer)
         self._run.send({"move": host, "number": len(self._moves) - 1})
 
+    def _leave_node(self) -> None:
+        """Ask that all ranks leave this node, because it is about to be gone."""
+        self.move("", lambda why_not: self._say(f"received SIGPWR: {why_not or 'its ranks move'}"))
+
     def _pass_on(self, number: int) -> None:
-        if number == signal.SIGUSR2 and any(rank.is_kept for rank in self._ranks.values()):
-            self.move("", lambda why_not: self._say(f"received SIGUSR2: {why_not or 'its ranks move'}"))
-            return
         if not self._ranks:  # there is no rank that could handle the signal
             self._lose("")
         self._signal(number, self._ranks)

@@ -91,12 +91,12 @@ class DeciderLink:
         """Whether a round is over because a rank was lost; waits up to ``wait_s`` seconds for that."""
         return self._news.wait_for(lambda: self._has_ended or self._over >= number, wait_s) and self._over >= number
 
-    def began(self, number: int, step: int, times: dict[str, float]) -> None:
-        """Tell that this process trains in a round, from a step on."""
+    def began(self, number: int, step: int, times: dict[str, float], unit: int) -> None:
+        """Tell that this process trains in a round, from a step on. ``unit``: see `Groups.unit`."""
         progress.begin()
         with self._saving:
             self._saved = step
-        self.say({"trains": number, "step": step, "times": times})
+        self.say({"trains": number, "step": step, "times": times, "unit": unit})
 
     def saved(self, number: int, step: int, commit: Callable[[], bool]) -> None:
         """Note a save of this process. If all are to pause after it, wait for its commit, and until the round is over.

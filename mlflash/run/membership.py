@@ -17,10 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 _SAME_STEP = 2  # rounds that may begin at one step; a third would probably fail, too
+_KILLS = 2  # how often a process is killed, before its host counts as lost
+_LOOK_S = 1.0  # between two looks for a plan
+_GROWS_AGAIN_S = 60.0  # from a growth that fails to the next one, and twice as long after each one that fails
 _IN_VAIN = 3  # processes that may end before they are ready, and rounds that may fail before all ranks have begun
 NEVER = float("inf")
 
@@ -45,6 +49,9 @@ class Acts(Protocol):
     def kill(self, name: str) -> None:
         """Kill a process. `Membership.ended` must be called when it has ended."""
 
+    def lose(self, host: str, why: str) -> None:
+        """Count a host as lost. `Membership.host_lost` must be called later, not in this call."""
+
     def start(self, host: str, local: int) -> str:
         """Start a spare process in the place of one that has ended there; return its name."""
 
@@ -58,6 +65,8 @@ class Stuck:
 
     count: int
     idle_s: float  # without progress
+    limit_s: float  # how long it may take
+    waits: bool  # whether a collective that it has begun has not ended
     after: str  # what it did last
     where: str  # the line of its program
 
@@ -70,6 +79,7 @@ class Member:
     host: str  # host, local: the host, and the number of the process on it
     local: int
     rank: int | None = None  # that it has, or had when it ended; None while it waits for one
+    since: float = 0.0  # when it was started
     is_ready: bool = False  # whether it has reported that it waits
     left: int = 0  # the last round that it has reported to have left; 0 before the first round
     is_here: bool = False  # whether it has reached this round with the rank that it has in it
@@ -77,6 +87,8 @@ class Member:
     is_done: bool = False  # whether its training has finished and the process has not ended yet
     saved: int | None = None  # in a plan: its newest save when it was asked
     is_paused: bool = False  # in a plan: whether it has paused
+    unit: int = 1  # as it knows, the number of ranks is a multiple of it; 0: it cannot change
+    kills: int = 0  # how often it was killed
     stuck: Stuck | None = None  # where it is, since some rank said that it makes no progress
     hung: str = ""  # where it hung, for which it was killed
     code: int | None = None
@@ -96,10 +108,12 @@ class Membership:
         self._acts, self._deadlines = acts, deadlines
         self.size = sum(member.rank is not None for member in members)
         self._full, self._least = max(most, self.size), min(least or self.size, self.size)
-        self._unit = 1  # the number of ranks is a multiple of it; 0: it cannot change
         self._plan = ""  # why a planned change is about to come
-        self._plan_until = self._judge_at = NEVER  # when to give it up; when to judge who hangs
-        self._leaving = set[str]()  # hosts that ranks must leave
+        # While all train: when to give a plan up, to judge who hangs, and to look for a plan again.
+        self._plan_until = self._judge_at = self._plan_at = NEVER
+        self._grows_after, self._growth_s = now, _GROWS_AGAIN_S  # no growth before; how long after one that fails
+        self._grows = self._is_to_grow = False  # whether this round is larger than the last one, or was to be
+        self._leaving: list[str] = []  # hosts that ranks must leave, those first that were asked for first
         self.round, self.over = 1, ""  # over: why there is no next round; "" while there may be one
         self.hosts = tuple(member.host for member in self._seated())
         self.code: int | None = None  # exit code, if it is over or all have finished
@@ -112,6 +126,8 @@ class Membership:
         self._failed = 0  # consecutive rounds that not all ranks have begun
         self._in_vain = 0  # consecutive processes that have ended before they were ready
         self._places: list[tuple[str, int]] = []  # where to start other processes, as soon as nobody has to wait for it
+        for member in members:
+            member.since = now
 
     # Reports
 
@@ -129,24 +145,29 @@ class Membership:
             for what, text in self._texts.items():
                 self._tell_text(member, what, text)
         self._look(now)
-        self._make_plan()
+        self._make_plan(now)
 
     def left(self, name: str, number: int, now: float, unit: int = 1) -> None:
         """Note that a process has left a round, and of what the number of ranks must be a multiple; 0: it is fixed."""
         member = self.members[name]
-        member.left, member.is_ready, self._unit = number, True, unit
+        member.left, member.is_ready, member.unit = number, True, unit
         self._look(now)
 
     def here(self, name: str, number: int) -> None:
         """Note that a process has reached a round and waits for others."""
         self.members[name].is_here = number == self.round
 
-    def trains(self, name: str, number: int, step: int, times: dict[str, float], now: float) -> None:
-        """Note that a process trains in a round from a step on, and how long each part took, in seconds."""
+    def trains(self, name: str, number: int, step: int, times: dict[str, float], now: float, unit: int = 1) -> None:
+        """Note that a process trains in a round from a step on.
+
+        Args:
+            times: how long each part took, in seconds.
+            unit: see `left`.
+        """
         member = self.members[name]
         if number != self.round or self._phase not in ("starting", "seating"):
             return
-        member.is_in, member.is_ready = True, False
+        member.is_in, member.is_ready, member.unit = True, False, unit
         self._times |= {what: max(self._times.get(what, 0.0), took) for what, took in times.items()}
         if not all(other.is_in for other in self._seated()):
             return
@@ -155,14 +176,16 @@ class Membership:
                             step=step, ranks=self.size, seconds=round(now - self._since, 3),
                             times=self._times)  # fmt: skip
             self._failed = 0
+            if self._grows:
+                self._growth_s = _GROWS_AGAIN_S
         self._same_step = self._same_step + 1 if step == self._step else 1
         if self._same_step > _SAME_STEP:
             self._end(f"{self._named()} was lost, and {_SAME_STEP} rounds had already begun at step {step}")
             return
         self._step, self._phase, self.until = step, "training", NEVER
         self._lost = []
-        self._fill_places()
-        self._make_plan()
+        self._fill_places(now)
+        self._make_plan(now)
 
     def saved(self, name: str, number: int, step: int) -> None:
         """Note the newest save of a process in a planned round end; all pause after the next save of all."""
@@ -181,7 +204,7 @@ class Membership:
                 self._end_round(plan, now)
             elif self._plan_until == NEVER:
                 self._plan_until = now + self._deadlines.ready_s
-                self.until = min(self.until, self._plan_until)
+                self._set_timer()
 
     def stuck(self, name: str, number: int, at: Stuck, now: float) -> None:
         """Note where a process is. The first one says it because it makes no progress; then all others are asked."""
@@ -191,7 +214,7 @@ class Membership:
         self.members[name].stuck = at
         if is_first:
             self._judge_at = now + self._deadlines.lost_s
-            self.until = min(self.until, self._judge_at)
+            self._set_timer()
             for member in staying:
                 if member.name != name:
                     member.stuck = None
@@ -203,30 +226,52 @@ class Membership:
         """Kill the ranks that hang, when all have said where they are, or have had the time to.
 
         Those hang that have begun the fewest collectives, if others have begun more, which wait for them; otherwise
-        those that do not say where they are. If there are none, nobody is to blame, and all go back to the newest
-        commit.
+        those that do not say where they are. If all have said it and wait in collectives, nobody is to blame, and all
+        go back to the newest commit.
         """
-        self._judge_at, self.until = NEVER, self._plan_until
+        self._judge_at = NEVER
+        self._set_timer()
         staying = self._staying()
-        said = {member.name: member.stuck for member in staying if member.stuck is not None}
-        if any(at.idle_s < self._deadlines.hang_s / 2 for at in said.values()):  # somebody makes progress
-            return
-        most = max(at.count for at in said.values())
-        least = min(at.count for at in said.values())
-        hung = [member for member in staying if member.stuck is not None and member.stuck.count == least < most]
-        hung = hung or [member for member in staying if member.stuck is None or len(staying) == 1]
+        said = [member.stuck for member in staying if member.stuck is not None]
+        if not said or self._has_finished() or any(at.idle_s < self._deadlines.hang_s / 2 for at in said):
+            return  # somebody makes progress
+        counts = [at.count for at in said]
+        behind = [member for member in staying if member.stuck is not None and member.stuck.count < max(counts)]
+        behind = [member for member in behind if member.stuck is not None and member.stuck.count == min(counts)]
+        hung = behind or [member for member in staying if member.stuck is None]
+        if any(member.stuck is not None and member.stuck.idle_s < member.stuck.limit_s for member in hung):
+            return  # its own steps take longer, and it says when it has taken too long
+        others = sorted({at.after for at in said if at.count == max(counts)})
         for member in hung:
             at = member.stuck
-            idle_s = at.idle_s if at else max(other.idle_s for other in said.values())
+            idle_s = at.idle_s if at else max(other.idle_s for other in said)
             member.hung = f"it hung in {at.where}, after {at.after}" if at else "it hung, and its Python does not run"
-            others = sorted({at.after for at in said.values() if at.count == most})
             self._acts.note("hang", round=self.round, rank=member.rank, host=member.host, seconds=round(idle_s, 1),
                             why=member.hung, others=others)  # fmt: skip
-            self._acts.kill(member.name)
-        if not hung:
-            places = ", ".join(sorted({at.where for at in said.values()}))
-            self._why, self._since = f"no rank made progress, in {places}", now
+            self._kill(member)
+        places = ", ".join(sorted({at.where for at in said}))
+        if hung:  # what cannot be killed is given up with its host
+            self._judge_at = now + self._deadlines.ready_s
+            self._set_timer()
+        elif all(at.waits for at in said):
+            self._why, self._since = f"all ranks waited for each other, in {places}", now
             self._end_round(self._why, now)
+
+    def _kill(self, member: Member) -> None:
+        """Kill a process; give up its host if it lives on after that."""
+        member.kills += 1
+        if member.kills > _KILLS:
+            self._acts.lose(member.host, f"a process of it does not end: {member.name}")
+        else:
+            self._acts.kill(member.name)
+
+    def _has_finished(self) -> bool:
+        """Whether the training of any rank has ended."""
+        return any(member.is_done or member.code == 0 for member in self._seated())
+
+    def _set_timer(self) -> None:
+        """While all train: look again when it is time for anything."""
+        self.until = min(self._plan_until, self._judge_at, self._plan_at)
 
     def done(self, name: str, number: int) -> None:
         """Note that the training of a process has finished in a round. It cannot go back any more."""
@@ -244,16 +289,17 @@ class Membership:
         if member.code is not None or self.over:
             return
         member.code = code
-        self._in_vain += member.rank is None and not member.is_ready
+        is_to_end = member.host in self._leaving
+        self._in_vain += member.rank is None and not member.is_ready and not is_to_end
         if member.rank is not None and (code or not member.is_in):
             self._lose([member], member.hung or why, now)
         elif all(other.code == 0 for other in self._seated()):
             self.over, self.code = "all ranks came to their end", 0
-        if code and not self.over and self._in_vain < _IN_VAIN and member.host not in self._leaving:
+        if code and not self.over and self._in_vain < _IN_VAIN and not is_to_end:
             self._places.append((member.host, member.local))
         self._look(now)
-        self._fill_places()
-        self._make_plan()
+        self._fill_places(now)
+        self._make_plan(now)
 
     def host_lost(self, host: str, why: str, now: float) -> None:
         lost = [member for member in self._living() if member.host == host and not self.over]
@@ -263,19 +309,19 @@ class Membership:
         if ranks := [member for member in lost if member.rank is not None]:
             self._lose(ranks, why, now)
         self._look(now)
-        self._fill_places()
+        self._fill_places(now)
 
-    def host_back(self, host: str) -> None:
+    def host_back(self, host: str, now: float) -> None:
         """Note that a host has an agent again. If it was lost, start as many processes there as it had."""
         there = [member for member in self.members.values() if member.host == host]
         if self.over or not there or any(member.code is None for member in there):
             return
-        self._leaving.discard(host)
+        self._leaving = [other for other in self._leaving if other != host]
         self._acts.note("host_back", host=host)
         for local in sorted({member.local for member in there}):
-            self._start(host, local)
+            self._start(host, local, now)
 
-    def move(self, host: str) -> str:
+    def move(self, host: str, now: float) -> str:
         """Let all ranks leave a host at the next save, as soon as processes on other hosts can take them.
 
         Returns:
@@ -283,24 +329,21 @@ class Membership:
         """
         if self.over or host in self._leaving:
             return self.over
-        others = [member for member in (*self._staying(), *self._spares()) if member.host != host]
+        leaving = {*self._leaving, host}
+        others = [member for member in (*self._staying(), *self._spares()) if member.host not in leaving]
         if not self._size_of(len(others)):
             return f"{len(others)} processes on other hosts are too few for {max(self._least, 1)} ranks"
-        self._leaving.add(host)
+        self._leaving.append(host)
         self._places = [place for place in self._places if place[0] != host]
         self._empty_hosts()
-        self._make_plan()
+        self._make_plan(now)
         return ""
 
     def look(self, now: float) -> None:
         if self.over or now < self.until:
             return
-        if self._phase == "training" and now >= self._judge_at:
-            self._judge(now)
-            return
-        if self._phase == "training":  # not all have paused
-            self._plan, self._plan_until, self.until = "", NEVER, self._judge_at
-            self._tell_all({"go_on": self.round})
+        if self._phase == "training":
+            self._look_while_training(now)
             return
         if self._phase == "waiting":
             self._end(f"no process was ready in time to take the place of {self._named()}")
@@ -313,55 +356,83 @@ class Membership:
             late = late or [member for member in self._staying() if not member.is_in]
         for member in late:
             self._acts.note("late", round=self.round, rank=member.rank, phase=self._phase)
-            self._acts.kill(member.name)
+            self._kill(member)
 
     # Decisions
 
-    def _make_plan(self) -> None:
+    def _look_while_training(self, now: float) -> None:
+        if now >= self._judge_at:
+            hung = [member for member in self._staying() if member.hung]
+            for member in hung:
+                self._kill(member)
+            if hung:
+                self._judge_at = now + self._deadlines.ready_s
+            else:
+                self._judge(now)
+        elif now >= self._plan_until:  # not all have paused
+            self._plan, self._plan_until, self._plan_at = "", NEVER, now + self._deadlines.ready_s
+            self._tell_all({"go_on": self.round})
+        elif now >= self._plan_at:
+            self._plan_at = NEVER
+            for member in self._spares():
+                if not member.is_ready and now >= member.since + self._deadlines.ready_s:
+                    self._kill(member)
+            self._make_plan(now)
+        if self._phase == "training":
+            self._set_timer()
+
+    def _make_plan(self, now: float) -> None:
         """Plan that the round ends after a save, if ranks must leave a host, or the job can become larger."""
-        if self.over or self._plan or self._phase != "training" or any(member.is_done for member in self._seated()):
+        if self.over or self._plan or self._phase != "training" or self._has_finished():
             return
         staying, waiting = self._staying(), self._waiting()
+        coming = [member for member in self._spares() if not member.is_ready]
         moving = [member for member in staying if member.host in self._leaving]
-        if any(not member.is_ready for member in self._spares()) and len(waiting) < len(moving):
-            return
-        if moving and self._size_of(len(staying) - len(moving) + len(waiting)):
+        larger = self._size_of(len(staying) + len(waiting)) > self.size
+        if moving and len(waiting) >= len(moving):
             self._plan = f"{', '.join(sorted({member.host for member in moving}))} is to be left"
-        elif (
-            all(member.is_ready for member in self._spares()) and self._size_of(len(staying) + len(waiting)) > self.size
-        ):
-            self._plan = f"{len(waiting)} more processes are ready"
-        else:
-            return
-        for member in staying:
-            member.saved, member.is_paused = None, False
-        self._tell_all({"pause": self.round})
+        elif coming:  # they may be needed, too
+            late = [member.since + self._deadlines.ready_s for member in coming]
+            self._plan_at = min(self._plan_at, *(max(at, now + _LOOK_S) for at in late))
+        elif moving and self._size_of(len(staying) - len(moving) + len(waiting)):
+            self._plan = f"{', '.join(sorted({member.host for member in moving}))} is to be left"
+        elif larger and now >= self._grows_after:
+            self._plan = f"{len(waiting)} more {'process waits' if len(waiting) == 1 else 'processes wait'} for a rank"
+            self._is_to_grow = True
+        elif larger:
+            self._plan_at = min(self._plan_at, self._grows_after)
+        self._set_timer()
+        if self._plan:
+            for member in staying:
+                member.saved, member.is_paused = None, False
+            self._tell_all({"pause": self.round})
 
     def _is_planned(self, number: int) -> bool:
         return number == self.round and self._phase == "training" and bool(self._plan)
 
     def _size_of(self, processes: int) -> int:
         """The number of ranks that a job of so many processes has; 0: they are too few."""
-        if processes >= self._full:
-            return self._full
-        size = processes // self._unit * self._unit if self._unit else 0
+        units = [member.unit for member in self._staying()]
+        if 0 in units:
+            return self.size if processes >= self.size else 0
+        unit = math.lcm(*units)
+        size = self._full if processes >= self._full else processes // unit * unit
         return size if size >= max(self._least, 1) else 0
 
     def _spares(self) -> list[Member]:
         """The processes without a rank, on hosts that may have ranks."""
-        return [member for member in self.members.values()
-                if member.rank is None and member.code is None and member.host not in self._leaving]  # fmt: skip
+        return [member for member in self._living() if member.rank is None and member.host not in self._leaving]
 
     def _waiting(self) -> list[Member]:
         return [member for member in self._spares() if member.is_ready]
 
     def _empty_hosts(self) -> None:
         """Kill all processes without a rank on hosts that are to be left."""
-        for member in self.members.values():
-            if member.rank is None and member.code is None and member.host in self._leaving:
+        for member in self._living():
+            if member.rank is None and member.host in self._leaving:
                 self._acts.kill(member.name)
 
-    def _fill_places(self) -> None:
+    def _fill_places(self, now: float) -> None:
         """Start missing processes, unless others are recovering and do not need them: imports take all cores."""
         empty = [member for member in self._seated() if member.code is not None]
         is_enough = len(self._spares()) >= len(empty) or self._size_of(len(self._staying()))
@@ -369,11 +440,11 @@ class Membership:
             return
         places, self._places = self._places, []
         for host, local in places:
-            self._start(host, local)
+            self._start(host, local, now)
 
-    def _start(self, host: str, local: int) -> None:
+    def _start(self, host: str, local: int, now: float) -> None:
         fresh = self._acts.start(host, local)
-        self.members[fresh] = Member(fresh, host, local)
+        self.members[fresh] = Member(fresh, host, local, since=now)
 
     def _seated(self) -> list[Member]:
         """The processes that have a rank, in order of rank. A lost one keeps it until another process gets it."""
@@ -404,11 +475,13 @@ class Membership:
             self._end(f"{self._named()} was lost, and {_IN_VAIN} rounds had failed before all ranks had begun")
         elif self._phase in ("training", "seating"):
             self._failed += self._phase == "seating"
+            if self._phase == "seating" and self._grows:
+                self._put_growth_off(now)
             self._end_round(why, now)
 
     def _end_round(self, why: str, now: float) -> None:
         self._phase, self.until, self._plan = "leaving", now + self._deadlines.leave_s, ""
-        self._plan_until = self._judge_at = NEVER
+        self._plan_until = self._judge_at = self._plan_at = NEVER
         for member in self._staying():
             member.is_in = False
         self._tell_all({"lost": self.round, "ranks": self._lost, "why": why})
@@ -418,10 +491,10 @@ class Membership:
             return
         if any(member.left < self.round for member in self._staying()):
             return
-        if not self._fill_seats():
+        if not self._fill_seats(now):
             if self._phase == "leaving":
                 self._phase, self.until = "waiting", now + self._deadlines.ready_s
-                self._fill_places()
+                self._fill_places(now)
             return
         self.round += 1
         self._phase, self.until = "seating", now + self._deadlines.ready_s
@@ -432,15 +505,15 @@ class Membership:
             self._give(member)
         self._empty_hosts()
 
-    def _fill_seats(self) -> bool:
+    def _fill_seats(self, now: float) -> bool:
         """Give ranks for the next round, if there are enough processes. Return whether there are.
 
         Processes keep their ranks, and those that waited take those of lost ones, if possible on the same host, which
         may have the slots of the rank. If the number of ranks changes, all are numbered again in this order.
         """
         seats = self._seated()
-        for leaving in (self._leaving, frozenset[str]()):
-            staying = [member for member in self._staying() if member.host not in leaving]
+        for count in range(len(self._leaving), -1, -1):
+            staying = [member for member in self._staying() if member.host not in self._leaving[:count]]
             if size := self._size_of(len(staying) + len(self._waiting())):
                 break
         else:
@@ -461,8 +534,14 @@ class Membership:
             member.rank = None
         for rank, number in enumerate(sorted(order)):
             order[number].rank = rank
-        self.size = size
+        self._grows, self.size = size > self.size, size
+        if self._is_to_grow and not self._grows:
+            self._put_growth_off(now)
+        self._is_to_grow = False
         return True
+
+    def _put_growth_off(self, now: float) -> None:
+        self._grows_after, self._growth_s = now + self._growth_s, 2 * self._growth_s
 
     def _give(self, member: Member) -> None:
         seat = {"round": self.round, "rank": member.rank, "size": self.size, "lost_s": self._deadlines.lost_s,

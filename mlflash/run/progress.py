@@ -33,10 +33,14 @@ class Progress:
     Attributes:
         count: collectives that were begun in groups of all ranks.
         what: the last one of any group, or "save".
+        limit_s: how long this rank may take without progress, seconds.
+        waits: says whether a collective that was begun has not ended.
     """
 
     def __init__(self) -> None:
         self.count, self.what, self._at = 0, "", time.monotonic()
+        self.limit_s = float("inf")
+        self.waits: Callable[[], bool] = lambda: False
         self._saved_at: float | None = None
         self._intervals: deque[float] = deque(maxlen=_KEPT)
 
@@ -56,11 +60,13 @@ class Progress:
             self._intervals.append(now - self._saved_at)
         self.what, self._at, self._saved_at = "save", now, now
 
-    def limit_s(self, least_s: float) -> float:
-        """Seconds that this rank may take without progress."""
+    def set_limit(self, least_s: float) -> float:
+        """Compute ``limit_s`` from the steps so far, and return it."""
         if len(self._intervals) < _SEEN:
-            return _FIRST * least_s
-        return max(least_s, _STEPS * statistics.median(self._intervals))
+            self.limit_s = _FIRST * least_s
+        else:
+            self.limit_s = max(least_s, _STEPS * statistics.median(self._intervals))
+        return self.limit_s
 
     @property
     def idle_s(self) -> float:
@@ -69,7 +75,8 @@ class Progress:
 
     def described(self) -> dict[str, Any]:
         """Say where this process is, as plain data."""
-        return {"count": self.count, "idle": round(self.idle_s, 3), "after": self.what, "where": where()}
+        return {"count": self.count, "idle": round(self.idle_s, 3), "limit": self.limit_s, "waits": self.waits(),
+                "after": self.what, "where": where()}  # fmt: skip
 
 
 progress = Progress()
@@ -98,12 +105,13 @@ class ProgressWatch:
     """A thread that calls a function once whenever this process has made no progress for too long. End it.
 
     Args:
-        least_s: seconds; see `Progress.limit_s`. 0: it never calls.
+        least_s: seconds; see `Progress.set_limit`. 0: it never calls.
     """
 
     def __init__(self, least_s: float, stuck: Callable[[], None]):
         self._least_s, self._stuck, self._over = least_s, stuck, Event()
         if least_s:
+            progress.set_limit(least_s)
             threading.Thread(target=self._watch, name="mlflash-progress", daemon=True).start()
 
     def end(self) -> None:
@@ -113,6 +121,6 @@ class ProgressWatch:
     def _watch(self) -> None:
         said = -1.0  # when the progress was after which this was said
         while not self._over.wait(self._least_s / _LOOKS):
-            if progress.idle_s > progress.limit_s(self._least_s) and said != progress._at:
+            if progress.idle_s > progress.set_limit(self._least_s) and said != progress._at:
                 said = progress._at
                 self._stuck()

@@ -2,8 +2,8 @@
 
 A process that stays when others are lost sends ``{"ready": true}`` when it waits for a rank, ``{"left": round,
 "unit"}`` when it has left a round (``unit``: of what the number of ranks must be a multiple), ``{"here": round}`` when
-it has reached a round and may have to wait there for others, ``{"trains": round, "step", "times"}`` when it has begun
-to train, ``{"stuck": round, ...}`` to say where it is, and ``{"done": round}`` when its training has ended. Rank 0 also
+it has reached a round and may have to wait there for others, ``{"trains": round, "step", "times", "unit"}`` when it has
+begun to train, ``{"stuck": round, ...}`` to say where it is, and ``{"done": round}`` when its training has ended. Rank 0 also
 sends ``{"text": round, "what", "is"}``, which is for all. It gets ``{"seat": {"round", "rank", "size", "lost_s",
 "ready_s", "hang_s"}}``, ``{"lost": round, "ranks", "why"}``, ``{"where": round}`` and those texts.
 
@@ -322,9 +322,9 @@ class KeptRanks(StartedRanks):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The nodes on which the ranks are now; if these are fewer, the nodes on which they began."""
+        """The nodes on which the ranks are now; if these are fewer than at first, also those on which they began."""
         hosts = tuple(dict.fromkeys(self.membership.hosts))
-        return hosts if len(hosts) == len(self._began_on) else self._began_on
+        return hosts if len(hosts) >= len(self._began_on) else tuple(dict.fromkeys((*hosts, *self._began_on)))
 
     @property
     def rounds(self) -> int:
@@ -368,7 +368,7 @@ class KeptRanks(StartedRanks):
 
     def host_back(self, host: str) -> None:
         if not self._is_done:
-            self.membership.host_back(host)
+            self.membership.host_back(host, self._agents.loop.time())
 
     def says(self, name: str, message: dict[str, Any]) -> None:
         if self._is_done or name not in self._living:
@@ -387,9 +387,11 @@ class KeptRanks(StartedRanks):
                 case {"here": number}:
                     membership.here(name, int(number))
                 case {"trains": number}:
-                    membership.trains(name, int(number), int(message["step"]), dict(message["times"]), now)
+                    membership.trains(name, int(number), int(message["step"]), dict(message["times"]), now,
+                                      int(message["unit"]))  # fmt: skip
                 case {"stuck": number}:
-                    at = Stuck(int(message["count"]), float(message["idle"]), message["after"], message["where"])
+                    at = Stuck(int(message["count"]), float(message["idle"]), float(message["limit"]),
+                               bool(message["waits"]), message["after"], message["where"])  # fmt: skip
                     membership.stuck(name, int(number), at, now)
                 case {"done": number}:
                     membership.done(name, int(number))
@@ -403,7 +405,7 @@ class KeptRanks(StartedRanks):
         """See `StartedRanks.move`."""
         if self._is_done:
             return "the ranks are being ended"
-        why_not = self.membership.move(host)
+        why_not = self.membership.move(host, self._agents.loop.time())
         self._follow()
         return why_not
 
@@ -414,6 +416,9 @@ class KeptRanks(StartedRanks):
 
     def kill(self, name: str) -> None:
         self._agents.order(self.membership.members[name].host, "signal", number=signal.SIGKILL, names=[name])
+
+    def lose(self, host: str, why: str) -> None:
+        self._agents.loop.call_soon(self._agents.lose, host, why)
 
     def start(self, host: str, local: int) -> str:
         member = Member(f"{host}#{local}.{next(self._fresh)}", host, local)

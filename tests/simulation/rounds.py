@@ -147,9 +147,11 @@ class Supervisor:
                 membership.paused(name, number, now)
             case {"here": number}:
                 membership.here(name, number)
-            case {"trains": number, "step": step, "times": times}:
-                membership.trains(name, number, step, times, now)
-                if self._planning.random() < _PLANNED and not membership.move(self._planning.choice(membership.hosts)):
+            case {"trains": number, "step": step, "times": times, "unit": unit}:
+                membership.trains(name, number, step, times, now, unit)
+                if self._planning.random() < _PLANNED and not membership.move(
+                    self._planning.choice(membership.hosts), now
+                ):
                     self.faults += 1  # a spare is used up
             case {"done": number}:
                 membership.done(name, number)
@@ -205,6 +207,9 @@ class Supervisor:
 
     def kill(self, name: str) -> None:
         self.kernel.after(self.delay(), lambda: self.kernel.kill(self.processes[name]))
+
+    def lose(self, host: str, why: str) -> None:
+        self._problems.append(f"{host} is given up: {why}")
 
     def start(self, host: str, local: int) -> str:
         name = f"{host}#{local}.{len(self.processes)}"

@@ -17,19 +17,19 @@ class Job:
     Args:
         ranks, spares: the host of each process, as in "a a b"; those of a host are a0, a1 and so on.
         begins: whether all have begun to train, at step 10, and all spares wait.
-        least: the smallest number of ranks; 0: as many as there are.
+        least, most: the smallest and the largest number of ranks; 0: as many as there are.
     """
 
-    def __init__(self, ranks: str, spares: str = "", begins: bool = True, least: int = 0):
+    def __init__(self, ranks: str, spares: str = "", begins: bool = True, least: int = 0, most: int = 0):
         self.members: list[Member] = []
         for number, host in enumerate((ranks + " " + spares).split()):
             local = sum(one.host == host for one in self.members)
             rank = number if number < len(ranks.split()) else None
             self.members.append(Member(f"{host}{local}", host, local, rank))
         self.now, self.told = 1000.0, list[tuple[str, dict[str, Any]]]()
-        self.killed, self.started = list[str](), list[str]()
+        self.killed, self.started, self.given_up = list[str](), list[str](), list[str]()
         self.notes: list[tuple[str, dict[str, Any]]] = []
-        self.it = Membership(self.members, self, DEADLINES, self.now, least)
+        self.it = Membership(self.members, self, DEADLINES, self.now, least, most)
         if begins:
             self.ready(*(one.name for one in self.members))
             self.train(*(one.name for one in self.members if one.rank is not None))
@@ -42,6 +42,9 @@ class Job:
 
     def kill(self, name: str) -> None:
         self.killed.append(name)
+
+    def lose(self, host: str, why: str) -> None:
+        self.given_up.append(host)
 
     def start(self, host: str, local: int) -> str:
         self.started.append(f"{host}{local}.{len(self.started) + 1}")
@@ -67,19 +70,25 @@ class Job:
         for name in names:
             self.it.paused(name, self.it.round, self.now)
 
-    def train(self, *names: str, step: int = 10) -> None:
+    def train(self, *names: str, step: int = 10, unit: int = 1) -> None:
         for name in names:
-            self.it.trains(name, self.it.round, step, {}, self.now)
+            self.it.trains(name, self.it.round, step, {}, self.now, unit)
 
-    def stuck(self, name: str, count: int, idle_s: float = 70.0) -> None:
-        at = Stuck(count, idle_s, "allreduce", f"{name}.py:7 (step)")
+    def move(self, host: str) -> str:
+        return self.it.move(host, self.now)
+
+    def back(self, host: str) -> None:
+        self.it.host_back(host, self.now)
+
+    def stuck(self, name: str, count: int, idle_s: float = 70.0, limit_s: float = 60.0, waits: bool = True) -> None:
+        at = Stuck(count, idle_s, limit_s, waits, "allreduce", f"{name}.py:7 (step)")
         self.it.stuck(name, self.it.round, at, self.now)
 
     def end(self, *names: str, code: int = KILLED, why: str = "it was killed") -> None:
         for name in names:
             self.it.ended(name, code, why, self.now)
 
-    def lose(self, host: str) -> None:
+    def crash(self, host: str) -> None:
         self.it.host_lost(host, f"{host} burns", self.now)
 
     def later(self, seconds: float) -> None:

@@ -77,7 +77,7 @@ def test_a_loss_before_all_have_begun_is_the_end(code: int) -> None:
 def test_it_is_over_when_all_ranks_are_lost(how: str) -> None:
     job = Job("a a", "c")
     if how == "their host":
-        job.lose("a")
+        job.crash("a")
     else:
         job.end("a0", code=9, why="a burns")
         job.end("a1", code=8)
@@ -184,7 +184,7 @@ def test_a_number_of_ranks_that_cannot_change_waits_for_a_process() -> None:
 
 def test_ranks_move_to_other_hosts_after_a_save_that_all_have_committed() -> None:
     job = Job("a b", "c c")
-    assert job.it.move("b") == ""
+    assert job.move("b") == ""
     assert job.hears() == {"a0": ["pause 1"], "b0": ["pause 1"]}
     job.pause("a0", "b0", saved=14)
     assert job.hears() == {name: ["pause after 14", "lost 1"] for name in ("a0", "b0")}
@@ -195,16 +195,16 @@ def test_ranks_move_to_other_hosts_after_a_save_that_all_have_committed() -> Non
     assert not job.started, "nothing is started on a host that is to be left"
     assert job.notes == [("moved", {"round": 2, "lost": [], "why": "b is to be left", "step": 15, "ranks": 2,
                                     "seconds": 0.0, "times": {}})]  # fmt: skip
-    assert job.it.move("c") == "1 processes on other hosts are too few for 2 ranks"
-    job.lose("b")
-    job.it.host_back("b")
+    assert job.move("c") == "1 processes on other hosts are too few for 2 ranks"
+    job.crash("b")
+    job.back("b")
     job.ready(job.started[-1])
-    assert job.it.move("c") == ""
+    assert job.move("c") == ""
 
 
 def test_a_loss_in_a_plan_comes_first_and_the_plan_is_made_again() -> None:
     job = Job("a b c", "d e")
-    job.it.move("a")
+    job.move("a")
     job.it.saved("b0", 1, 10)
     job.end("c0")
     job.hears()
@@ -214,7 +214,7 @@ def test_a_loss_in_a_plan_comes_first_and_the_plan_is_made_again() -> None:
 
 def test_all_go_on_if_some_do_not_come_to_the_next_save() -> None:
     job = Job("a b", "c")
-    job.it.move("b")
+    job.move("b")
     job.it.saved("a0", 1, 10)
     job.it.saved("b0", 1, 10)
     job.it.paused("a0", 1, job.now)
@@ -270,6 +270,131 @@ def test_if_all_wait_for_each_other_they_go_back_together() -> None:
     assert job.seats() == {"a0": "2: 0", "b0": "2: 1"}
 
 
+def test_a_number_of_ranks_that_cannot_change_does_not_grow_either() -> None:
+    job = Job("a b", "c", most=3, begins=False)
+    job.ready("a0", "b0", "c0")
+    job.train("a0", "b0", unit=0)
+    assert not any("pause" in word for words in job.hears().values() for word in words)
+    job.end("b0")
+    job.leave("a0", unit=0)
+    assert job.it.round == 2 and job.it.size == 2
+
+
+def test_what_any_rank_knows_of_the_number_of_ranks_counts() -> None:
+    job = Job("a b c d", least=1)
+    job.end("d0")
+    job.leave("a0", unit=0)  # it alone has a group of some ranks
+    job.leave("b0", "c0", unit=1)
+    assert job.it.round == 1 and job.started
+
+
+def test_a_rank_whose_steps_take_longer_is_not_killed_before_its_time() -> None:
+    job = Job("a b", "c")
+    job.stuck("a0", 12)
+    job.stuck("b0", 11, idle_s=70.0, limit_s=600.0)
+    assert not job.killed
+    job.stuck("b0", 11, idle_s=601.0, limit_s=600.0)
+    job.stuck("a0", 12, idle_s=601.0)
+    assert job.killed == ["b0"]
+
+
+def test_a_hung_process_that_does_not_end_is_given_up_with_its_host() -> None:
+    job = Job("a b", "c")
+    job.stuck("a0", 12)
+    job.stuck("b0", 11)
+    job.later(120)
+    job.later(120)
+    assert job.killed == ["b0", "b0"] and job.given_up == ["b"]
+    job.crash("b")
+    job.leave("a0")
+    assert job.it.round == 2
+
+
+def test_a_plan_that_was_given_up_is_made_again() -> None:
+    job = Job("a b", "c")
+    job.move("b")
+    job.it.saved("a0", 1, 10)
+    job.it.saved("b0", 1, 10)
+    job.it.paused("a0", 1, job.now)
+    job.later(120)
+    job.hears()
+    job.later(120)
+    assert job.hears() == {"a0": ["pause 1"], "b0": ["pause 1"]}
+
+
+def test_hosts_are_left_as_far_as_processes_wait() -> None:
+    job = Job("a b", "c")
+    assert job.move("a") == ""
+    assert job.move("b") == "1 processes on other hosts are too few for 2 ranks"
+    job.pause("a0", "b0")
+    job.leave("a0", "b0")
+    assert job.it.hosts == ("c", "b") and job.killed == ["a0"]
+
+
+def test_a_rank_that_works_on_after_others_have_finished_does_not_hang() -> None:
+    job = Job("a b", "c")
+    job.it.done("b0", 1)
+    job.stuck("a0", 12)
+    job.stuck("b0", 13)
+    assert not job.killed and job.it.round == 1 and not job.it.over
+    job.end("b0", code=0)
+    job.stuck("a0", 12, idle_s=700.0)
+    job.later(1000)
+    assert not job.killed and not job.it.over
+
+
+def test_ranks_that_all_compute_do_not_hang() -> None:
+    job = Job("a b", "c")
+    job.stuck("a0", 12, waits=False)
+    job.stuck("b0", 12, waits=False)
+    assert not job.killed and job.it.round == 1 and job.it.until == NEVER
+
+
+def test_spares_of_a_host_that_is_to_be_left_do_not_count_as_failed_starts() -> None:
+    job = Job("a b", "c c c c d", begins=False)
+    job.ready("a0", "b0", "d0")
+    job.train("a0", "b0")
+    assert job.move("c") == ""
+    job.end(*(f"c{number}" for number in range(4)))
+    job.end("b0")
+    job.leave("a0")
+    job.train("a0", "d0")
+    assert job.started == ["b0.1"]
+
+
+def test_ranks_come_back_less_often_if_that_fails() -> None:
+    job = Job("a b", least=1)
+    waits = []
+    for number in range(1, 4):
+        job.hears()
+        job.end(f"b0.{number - 1}" if number > 1 else "b0")
+        job.leave("a0")
+        job.train("a0", step=10 * number)
+        job.ready(f"b0.{number}")
+        began = job.now
+        while f"pause {job.it.round}" not in job.hears().get("a0", []):
+            job.later(max(0.0, job.it.until - job.now))
+        waits.append(job.now - began)
+        job.pause("a0", saved=10 * number + 1)
+        job.leave("a0")
+        assert job.it.size == 2
+    assert waits == [0.0, 60.0, 120.0]
+
+
+def test_a_spare_that_hangs_in_its_imports_is_killed_and_others_come_back() -> None:
+    job = Job("a b c d", least=2)
+    job.end("b0", "c0")
+    job.leave("a0", "d0")
+    job.train("a0", "d0", step=20)
+    job.ready("b0.1")
+    job.hears()
+    job.later(120)
+    assert job.killed == ["c0.2"]
+    job.end("c0.2")
+    job.ready(job.started[-1])
+    assert job.hears() == {"a0": ["pause 2"], "d0": ["pause 2"]}
+
+
 # Whatever happens in whatever order, no rank has two processes, or none
 
 
@@ -307,6 +432,8 @@ class World(Job):
             assert seat[0] == 1 or one.owes == "", f"{name} has not left {one.seat}, and gets {seat}"
             one.seat, one.owes = seat, "here"
             assert message["seat"]["size"] == self.it.size
+        elif "where" in message:
+            pass
         elif "pause" in message:
             one.owes = "saved"
         elif "pause_after" in message:
@@ -326,6 +453,9 @@ class World(Job):
         self.processes[name] = Process(host)
         return name
 
+    def _unit_of(self, name: str) -> int:
+        return self.unit if name.endswith("0") else 1
+
     def living(self) -> list[str]:
         return [name for name, one in self.processes.items() if one.is_alive]
 
@@ -336,7 +466,7 @@ class World(Job):
             one.is_ready = True
             self.ready(name)
         elif owes == "left":
-            self.leave(name, unit=self.unit)
+            self.leave(name, unit=self._unit_of(name))
         elif owes == "saved":
             one.saved += 1
             self.it.saved(name, self.it.round, one.saved)
@@ -347,7 +477,7 @@ class World(Job):
             self.it.here(name, self.it.round)
             one.owes = "trains"
         elif owes == "trains":
-            self.train(name, step=self.it.round)
+            self.train(name, step=self.it.round, unit=self._unit_of(name))
 
     def die(self, name: str, code: int) -> None:
         self.processes[name].is_alive = False
@@ -357,13 +487,13 @@ class World(Job):
         self.dead_hosts.add(host)
         for one in self.processes.values():
             one.is_alive = one.is_alive and one.host != host
-        self.lose(host)
+        self.crash(host)
 
     def build(self, host: str) -> None:
         """Have a host back that burnt."""
         if host in self.dead_hosts:
             self.dead_hosts.remove(host)
-            self.it.host_back(host)
+            self.back(host)
 
     def bury(self) -> None:
         """Have those end that were killed."""
@@ -409,13 +539,17 @@ def happens(world: World, kind: int, who: int) -> None:
     elif kind < 31:
         world.build("abcd"[who % 4])
     elif kind < 32:
-        world.it.move("abcd"[who % 4])
+        world.move("abcd"[who % 4])
+    elif kind < 33 and living:
+        name = living[who % len(living)]
+        if world.processes[name].seat == (world.it.round, world.it.members[name].rank):
+            world.stuck(name, who, idle_s=70.0 if who % 3 else 1.0, waits=bool(who % 2))
     else:
         world.bury()
 
 
 PLACES = st.lists(st.sampled_from("abcd"), min_size=2, max_size=4).map(" ".join)
-EVENTS = st.lists(st.tuples(st.integers(0, 33), st.integers(0, 99)), min_size=20, max_size=80)
+EVENTS = st.lists(st.tuples(st.integers(0, 35), st.integers(0, 99)), min_size=20, max_size=80)
 
 
 @settings(max_examples=200, deadline=None, database=None)
