@@ -3,8 +3,8 @@
 A process that stays when others are lost sends ``{"ready": true}`` when it waits for a rank, ``{"left": round,
 "unit"}`` when it has left a round (``unit``: of what the number of ranks must be a multiple), ``{"here": round}`` when
 it has reached a round and may have to wait there for others, ``{"trains": round, "step", "times", "unit"}`` when it has
-begun to train, ``{"stuck": round, ...}`` to say where it is, and ``{"done": round}`` when its training has ended. Rank 0 also
-sends ``{"text": round, "what", "is"}``, which is for all. It gets ``{"seat": {"round", "rank", "size", "lost_s",
+begun to train, ``{"stuck": round, ...}`` to say where it is, and ``{"done": round}`` when its training has ended. Rank
+0 also sends ``{"text": round, "what", "is"}``, which is for all. It gets ``{"seat": {"round", "rank", "size", "lost_s",
 "ready_s", "hang_s"}}``, ``{"lost": round, "ranks", "why"}``, ``{"where": round}`` and those texts.
 
 Before a planned end of a round it gets ``{"pause": round}``, and sends ``{"saved": round, "step"}``. Then it gets

@@ -3,8 +3,8 @@
 Usage: kept_trainer.py OUT LAST [JSON]. Each rank adds a line for each step to OUT/steps-RANK, and writes a digest of
 its final state to OUT/end-RANK. JSON:
 
-- ``kind`` of the model (ddp, compiled, fsdp, hsdp, tp), its ``device``, ``settings`` of the Checkpointer, ``pause``
-  seconds a step;
+- ``kind`` of the model (ddp, compiled, fsdp, hsdp, tp), its ``device`` and ``dropout``, ``settings`` of the
+  Checkpointer, ``pause`` seconds a step;
 - ``die``: a list of rank, step and place, at each of which the process that has this rank kills itself once;
   ``die_in``: a list of rank and crash point of a recovery, at each of which it does so;
 - ``hang``: a list of rank and step, at each of which the process that has this rank waits for ever, once;
@@ -93,7 +93,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.drop = nn.Dropout(0.1)
+        self.drop = nn.Dropout(OPTIONS.get("dropout", 0.1))
         self.norm = nn.BatchNorm1d(WIDTH)
         self.step = 0
 
