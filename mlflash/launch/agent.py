@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..memory.process_names import AGENT as NAME
-from .agent_process import kept_names, listen, peer_uid
+from .agent_process import kept_names, listen, name_for_commands, peer_uid
 from .courier_process import ignore_signals_of_the_step
 from .fork_server import ForkServer, Refused
 from .handshake import Strangers
@@ -245,8 +245,9 @@ def _serve_run() -> int:
     set_name(NAME)
     with contextlib.ExitStack() as opened:
         if (couriers := greeting.get("couriers")) is not None:
-            environment = {**os.environ, "MLFLASH_JOB": couriers["job"]}
-            for name in kept_names(couriers["memory"], environment):
+            job, memory = couriers["job"], couriers["memory"]
+            names = [name_for_commands(job, memory), *kept_names(memory, {**os.environ, "MLFLASH_JOB": job})]
+            for name in names:
                 listener = opened.enter_context(socket.socket(socket.AF_UNIX))
                 with contextlib.suppress(OSError):  # another agent of this job: trainers find that one
                     listen(listener, name)

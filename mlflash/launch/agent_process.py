@@ -53,12 +53,21 @@ def kept_names(memory: str, environment: Mapping[str, str]) -> list[str]:
     return [_name([word, value], memory, environment) for word, value in known if value]
 
 
+def name_for_commands(job: str, memory: str) -> str:
+    """The name at which an agent of `mlflash run` hears commands, whatever code and libraries these load."""
+    return _digest(["commands", job], memory)
+
+
 def _name(words: Sequence[str], memory: str, environment: Mapping[str, str]) -> str:
+    loaded = [sys.executable, __version__, __file__, *(environment.get(name, "") for name in LOADED_BY)]
+    return _digest([*words, *loaded], memory)
+
+
+def _digest(words: Sequence[str], memory: str) -> str:
     status = os.stat(memory) if os.path.isdir(memory) else None
     seen = [f"{status.st_dev}:{status.st_ino}" if status else memory]
     seen += [os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES]
-    loaded = [sys.executable, __version__, __file__, *(environment.get(name, "") for name in LOADED_BY)]
-    digest = hashlib.sha256("\0".join([*words, *seen, *loaded]).encode()).hexdigest()
+    digest = hashlib.sha256("\0".join([*words, *seen]).encode()).hexdigest()
     return f"mlflash-{os.geteuid()}-{digest[:16]}"
 
 

@@ -192,21 +192,20 @@ def move(node: str, job: str | None, memory: str) -> None:
     \b
     mlflash move node17 --job run8
     """
-    environment = {**os.environ, "MLFLASH_MEMORY": memory} | ({"MLFLASH_JOB": job} if job else {})
-    names = agent_process.kept_names(memory, environment)
-    for name in names:
-        try:
-            client = LineClient(agent_process.connect_again(name), "the agent of this node", lambda message: None)
-        except OSError:
-            continue
-        try:
-            if why_not := client.ask(_MOVE, _MOVE_S, move=node):
-                raise click.ClickException(f"{node or 'this node'} is not left: {why_not}")
-        except (DeadlineExceeded, OSError) as error:
-            raise click.ClickException(str(error)) from None
-        finally:
-            client.close()
-        click.echo(f"{node or 'this node'} is left after the next save")
-        return
-    raise click.ClickException("no agent of this job runs on this node; name the job by --job, and its memory by "
-                               "--memory or MLFLASH_MEMORY")  # fmt: skip
+    if job is None:
+        raise click.UsageError("name the job by --job or MLFLASH_JOB, as `mlflash run` does")
+    try:
+        sock = agent_process.connect_again(agent_process.name_for_commands(job, memory))
+    except OSError:
+        raise click.ClickException(f"job {job} has no agent of `mlflash run` on this node; if its memory is not "
+                                   f"{memory}, name it by --memory or MLFLASH_MEMORY") from None  # fmt: skip
+    client = LineClient(sock, "the agent of this node", lambda message: None)
+    try:
+        why_not = client.ask(_MOVE, _MOVE_S, move=node)
+    except (DeadlineExceeded, OSError) as error:
+        raise click.ClickException(str(error)) from None
+    finally:
+        client.close()
+    if why_not:
+        raise click.ClickException(f"{node or 'this node'} is not left: {why_not}")
+    click.echo(f"{node or 'this node'} is left after the next save")
