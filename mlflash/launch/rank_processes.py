@@ -6,9 +6,9 @@ process of `status` does. It orders ``signal`` (processes by ``names``), ``tell`
 ``printed`` (what came from a ``pipe``; only then more is read of it), ``guard`` (what to run if `mlflash run` is lost)
 and ``bye``.
 
-The agent sends ``{"ended": name, "code"}``, ``{"prints": text, "to": 1 or 2, "pipe"}``, and ``{"from": name, "says":
-message}`` for a process that is kept: it reaches its agent by a socket of this node. ``{}`` is a sign of life, in both
-directions.
+The agent sends ``{"ended": name, "code", "cause"}`` (see `cause`), ``{"prints": text, "to": 1 or 2, "pipe"}``, and
+``{"from": name, "says": message}`` for a process that is kept: it reaches its agent by a socket of this node. ``{}`` is
+a sign of life, in both directions.
 
 Each process leads a session. All are killed when the connection ends, when nothing is heard for too long (a cable is
 cut), or when the agent itself is killed (`_Sweeper`).
@@ -33,7 +33,9 @@ from typing import IO, Any
 
 from ..memory.process_names import read_stat
 from .agent_process import peer_uid
+from .cause import Cause, cause_of
 from .handshake import Strangers, introduce
+from .kernel_evidence import KernelEvidence
 from .launcher_variables import KEPT, SEED, without_rank
 from .lines import Connection
 from .own_process import end_with, running
@@ -52,6 +54,7 @@ _CONNECT_S = 30.0
 _STATUS_S = 30.0  # a process of `status` that has not answered for so long is replaced
 _END_S = 5.0  # limit for killed processes to end
 _LINE_NBYTES = 1 << 20  # longer lines are passed on in pieces
+_LAST_NBYTES = 1 << 16  # of stderr, which may say why a rank failed
 _RANK_NBYTES = 1 << 16  # largest size of a message of a rank
 _STRANGERS = 1 << 9  # connections that have not said which rank they are: all ranks of a node may connect at once
 _PORTS, _TRIES = range(10_000, 32_000), 100  # below the ports that a kernel gives to connections
@@ -62,12 +65,14 @@ _PASSED_ON = _SIGNALS[:-1]
 class _Rank:
     """A process that was started."""
 
-    def __init__(self, process: subprocess.Popen[bytes], is_kept: bool):
-        self.process, self.is_kept = process, is_kept
+    def __init__(self, process: subprocess.Popen[bytes], is_kept: bool, kernel_mark: int):
+        self.process, self.is_kept, self.kernel_mark = process, is_kept, kernel_mark
         self.pidfd = os.pidfd_open(process.pid)
         self.connection: Connection | None = None
         self.untold: list[Any] = []  # until it has connected
         self.stopped_since: float | None = None
+        self.senders: dict[int, str] = {}  # who has sent it which signal
+        self.errors = _WholeLines(2)
 
 
 class _WholeLines:
@@ -75,8 +80,11 @@ class _WholeLines:
 
     def __init__(self, number: int):
         self.number, self._partial = number, bytearray()
+        self.last = b""  # of stderr
 
     def add(self, printed: bytes) -> bytes:
+        if self.number == 2:
+            self.last = (self.last + printed)[-_LAST_NBYTES:]
         end = max(printed.rfind(b"\n"), printed.rfind(b"\r")) + 1
         if not end and len(self._partial) + len(printed) <= _LINE_NBYTES:
             self._partial += printed
@@ -146,6 +154,7 @@ class RankProcesses:
 
     def __init__(self) -> None:
         self._sweeper = _Sweeper()
+        self._kernel = KernelEvidence()
         self._ranks: dict[str, _Rank] = {}
         self._pipes: dict[int, tuple[IO[bytes], _WholeLines]] = {}
         self._guard: dict[str, Any] | None = None
@@ -225,6 +234,7 @@ class RankProcesses:
                 rank.stopped_since = (now if since is None else since) if is_stopped(pid) else None
                 if since is not None and rank.stopped_since is not None and now - since > self._lost_s:
                     self._say(f"process {pid} is stopped (SIGSTOP), and nobody lets it go on: the agent kills it")
+                    rank.senders[signal.SIGKILL] = "its agent, because it was stopped"
                     _kill_group(pid, signal.SIGKILL)
 
     # Orders
@@ -237,7 +247,7 @@ class RankProcesses:
             case {"do": "port", "id": int(number), "used": list(used)}:
                 self._run.send({"id": number, "is": _free_port(used)})
             case {"do": "signal", "number": int(number), "names": list(names)}:
-                self._signal(number, names)
+                self._signal(number, names, "`mlflash run`")
             case {"do": "tell", "name": str(name), "message": dict(message)}:
                 if (rank := self._ranks.get(name)) is not None:
                     rank.untold.append(message)
@@ -267,10 +277,11 @@ class RankProcesses:
     def _pass_on(self, number: int) -> None:
         if not self._ranks:  # there is no rank that could handle the signal
             self._lose("")
-        self._signal(number, self._ranks)
+        self._signal(number, self._ranks, "whoever sent it to its agent")
 
-    def _signal(self, number: int, names: Collection[str]) -> None:
+    def _signal(self, number: int, names: Collection[str], sender: str) -> None:
         for rank in [rank for name, rank in self._ranks.items() if name in names]:
+            rank.senders[number] = sender
             _kill_group(rank.process.pid, number)
 
     # Processes
@@ -302,12 +313,12 @@ class RankProcesses:
             )  # fmt: skip
         except OSError as error:
             return {"error": f"{order['argv'][0]} cannot be started: {error.strerror}", "code": NOT_FOUND}
-        rank = self._ranks[name] = _Rank(process, bool(order["kept"]))
+        rank = self._ranks[name] = _Rank(process, bool(order["kept"]), self._kernel.mark())
         self._loop.add_reader(rank.pidfd, self._note_end, name, rank)
         for number, pipe in enumerate((process.stdout, process.stderr), 1):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
-            self._pipes[pipe.fileno()] = pipe, _WholeLines(number)
+            self._pipes[pipe.fileno()] = pipe, rank.errors if number == 2 else _WholeLines(number)
             self._loop.add_reader(pipe.fileno(), self._read, pipe.fileno())
         return {"is": process.pid}
 
@@ -328,10 +339,16 @@ class RankProcesses:
                 self._read_rest(pipe.fileno())
         if rank.connection is not None:
             rank.connection.close()
-        self._run.send({"ended": name, "code": code if code >= 0 else 128 - code})
+        code = code if code >= 0 else 128 - code
+        self._run.send({"ended": name, "code": code, "cause": self._cause(rank, code).fields})
+
+    def _cause(self, rank: _Rank, code: int) -> Cause:
+        oom_kills, kernel = self._kernel.oom_kills(), self._kernel.since(rank.kernel_mark)
+        stderr, sender = rank.errors.last.decode(errors="replace"), rank.senders.get(code - 128, "")
+        return cause_of(code, stderr, sender, oom_kills, kernel, rank.process.pid)
 
     def _kill_all(self) -> None:
-        self._signal(signal.SIGKILL, self._ranks)
+        self._signal(signal.SIGKILL, self._ranks, "its agent")
         for name, rank in list(self._ranks.items()):
             self._loop.remove_reader(rank.pidfd)
             if select.select([rank.pidfd], [], [], _END_S)[0]:

@@ -37,13 +37,13 @@ def available(directory: str, root: str = "/") -> dict[str, int]:
     for line in _read(Path(root, "proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
             free["MemAvailable of the node"] = int(line.split()[1]) * 1024
-    for group in _cgroups(root):
+    for group in memory_cgroups(root):
         if (room := _cgroup_room(group)) is not None:
             free[f"memory limit of cgroup {group}"] = room
     return free
 
 
-def _cgroups(root: str) -> list[Path]:
+def memory_cgroups(root: str) -> list[Path]:
     """This process's memory cgroups and their parents: any of them may have the limit."""
     mounts = {}
     for line in _read(Path(root, "proc/self/mounts")).splitlines():
