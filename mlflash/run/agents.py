@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import LaunchFailed
+from ..launch.cause import Cause
 from ..launch.handshake import STRANGERS, Port
 from ..launch.interfaces import own_address
 from ..launch.lines import Connection, listener_at
@@ -351,9 +352,9 @@ class Agents:
                     answer.set_exception(NodeLost(node.name, str(message["error"]), int(message.get("code", 1))))
                 else:
                     answer.set_result(message["is"])
-            case {"ended": str(name), "code": int(code)}:
+            case {"ended": str(name), "code": int(code), "cause": {"kind": kind, "text": text, "evidence": evidence}}:
                 for start in list(self.starts):
-                    start.ended(name, code)
+                    start.ended(name, code, Cause(str(kind), str(text), str(evidence)))
             case {"prints": str(text), "to": 1 | 2 as fd, "pipe": int(pipe)}:
                 self.printer.put(lambda: self._print(node, fd, text, pipe))
             case {"move": str(host), "number": int(number)}:

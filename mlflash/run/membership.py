@@ -10,7 +10,8 @@ larger again. Then all ranks pause after the same save, so that no step is lost.
 all pause after the next one that is newer than all answers.
 
 In doubtful cases all processes end, and the job is started again. These are: nobody can replace a lost rank, some rank
-had already finished, or rounds fail again at the same step.
+had already finished, or rounds fail again at the same step. If the same error ends two rounds at the same step, another
+start would not help (`Membership.is_repeated`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
+
+from ..launch.cause import Cause
 
 _SAME_STEP = 2  # rounds that may begin at one step; a third would probably fail, too
 _KILLS = 2  # how often a process is killed, before its host counts as lost
@@ -119,6 +122,9 @@ class Membership:
         self.code: int | None = None  # exit code, if it is over or all have finished
         self._phase, self.until = "starting", NEVER  # a loss before all have begun ends the start
         self._why, self._lost, self._since = "", list[int](), now
+        self.cause = Cause("exit", "no rank was lost")  # of the last loss
+        self._cause_before: tuple[Cause, int] | None = None  # of the loss before, and the step of the round after it
+        self.is_repeated = False  # whether it is over because the same error came again after the same step
         self._step: int | None = None  # the step at which the last round began
         self._same_step = self._code = 0
         self._times: dict[str, float] = {}  # the longest of all ranks, by name
@@ -171,10 +177,12 @@ class Membership:
         self._times |= {what: max(self._times.get(what, 0.0), took) for what, took in times.items()}
         if not all(other.is_in for other in self._seated()):
             return
+        if self._lost and self._is_again(step):
+            return
         if self._phase == "seating":
             self._acts.note("recovered" if self._lost else "moved", round=self.round, lost=self._lost, why=self._why,
                             step=step, ranks=self.size, seconds=round(now - self._since, 3),
-                            times=self._times)  # fmt: skip
+                            times=self._times, **({"cause": self.cause.fields} if self._lost else {}))  # fmt: skip
             self._failed = 0
             if self._grows:
                 self._growth_s = _GROWS_AGAIN_S
@@ -186,6 +194,14 @@ class Membership:
         self._lost = []
         self._fill_places(now)
         self._make_plan(now)
+
+    def _is_again(self, step: int) -> bool:
+        """End if the error that has ended the last round has already ended a round before, after the same step."""
+        before, self._cause_before = self._cause_before, (self.cause, step)
+        self.is_repeated = before is not None and before[1] == step and self.cause.is_again(before[0])
+        if self.is_repeated:
+            self._end(f"{self._named()} was lost, by the same error as before, after step {step} again")
+        return self.is_repeated
 
     def saved(self, name: str, number: int, step: int) -> None:
         """Note the newest save of a process in a planned round end; all pause after the next save of all."""
@@ -283,7 +299,7 @@ class Membership:
             for member in self._staying():
                 self._tell_text(member, what, text)
 
-    def ended(self, name: str, code: int, why: str, now: float) -> None:
+    def ended(self, name: str, code: int, cause: Cause, now: float) -> None:
         """Note that a process has ended. If it failed, start another one in its place as soon as all ranks train."""
         member = self.members[name]
         if member.code is not None or self.over:
@@ -292,7 +308,8 @@ class Membership:
         is_to_end = member.host in self._leaving
         self._in_vain += member.rank is None and not member.is_ready and not is_to_end
         if member.rank is not None and (code or not member.is_in):
-            self._lose([member], member.hung or why, now)
+            hung = Cause("hang", member.hung, "", member.rank, member.host)
+            self._lose([member], hung if member.hung else cause, now)
         elif all(other.code == 0 for other in self._seated()):
             self.over, self.code = "all ranks came to their end", 0
         if code and not self.over and self._in_vain < _IN_VAIN and not is_to_end:
@@ -307,7 +324,7 @@ class Membership:
         for member in lost:
             member.code = 255
         if ranks := [member for member in lost if member.rank is not None]:
-            self._lose(ranks, why, now)
+            self._lose(ranks, Cause("node", why, host=host), now)
         self._look(now)
         self._fill_places(now)
 
@@ -461,9 +478,11 @@ class Membership:
         ranks = ", ".join(map(str, self._lost))
         return f"{'ranks' if len(self._lost) > 1 else 'rank'} {ranks} ({self._why})"
 
-    def _lose(self, members: Sequence[Member], why: str, now: float) -> None:
+    def _lose(self, members: Sequence[Member], cause: Cause, now: float) -> None:
         if not self._lost:
-            self._why, self._since, self._code = why, now, members[0].code or 0
+            self._since, self._code = now, members[0].code or 0
+        if not self._lost or (self.cause.follows and not cause.follows):
+            self.cause, self._why = cause, cause.reason
         self._lost = sorted({*self._lost, *(member.rank for member in members if member.rank is not None)})
         if all(member.code for member in self._seated()):
             self._end(f"all ranks were lost, the last one {self._named()}")
@@ -477,7 +496,7 @@ class Membership:
             self._failed += self._phase == "seating"
             if self._phase == "seating" and self._grows:
                 self._put_growth_off(now)
-            self._end_round(why, now)
+            self._end_round(self._why, now)
 
     def _end_round(self, why: str, now: float) -> None:
         self._phase, self.until, self._plan = "leaving", now + self._deadlines.leave_s, ""

@@ -29,6 +29,7 @@ from typing import Any
 
 from ..errors import LaunchFailed
 from ..events import Event
+from ..launch.cause import Cause
 from ..launch.launcher_variables import without_rank
 from ..launch.rank_processes import LOST
 from ..launch.rendezvous import TOKEN
@@ -128,12 +129,13 @@ class StartedRanks:
     Attributes:
         replaces: whether this object itself detects lost ranks and nodes and replaces them, so that the start goes on.
         lost: nodes that were lost and not replaced, and why.
+        is_repeated: whether an error ended it that came back after the same step.
 
     Args:
         most: the largest number of ranks that it may have, for processes that stay when others are lost.
     """
 
-    replaces = False
+    replaces = is_repeated = False
 
     def __init__(self, agents: Agents, members: Sequence[Member], argv: Sequence[str], env: Mapping[str, str],
                  most: int = 0):  # fmt: skip
@@ -154,6 +156,7 @@ class StartedRanks:
         self._living: dict[str, Member] = {}  # by name
         self._code = 0  # the first one that is not 0
         self.lost: dict[str, str] = {}
+        self._causes: list[Cause] = []  # of the ranks and nodes that failed, in this order
         self._is_ending = self._has_begun = self._is_done = False
         self._over = Event()
         agents.loop.call_soon_threadsafe(self._enter)
@@ -166,6 +169,11 @@ class StartedRanks:
     def rounds(self) -> int:
         """How often all ranks have begun, or were about to: more than once if any was replaced."""
         return 1
+
+    @property
+    def cause(self) -> Cause | None:
+        """Why it failed: the first cause that does not follow from another one; None if nothing has failed."""
+        return next((cause for cause in self._causes if not cause.follows), self._causes[0] if self._causes else None)
 
     def poll(self) -> int | None:
         """Exit code as in a shell, the first that is not 0. None while ranks run or are being ended."""
@@ -233,7 +241,7 @@ class StartedRanks:
         except NodeLost as error:
             if member.name in self._living and not self._is_done:
                 self._agents.printer.say(f"no rank on {member.host}: {error.message}")
-            self.ended(member.name, error.code)
+            self.ended(member.name, error.code, Cause("exit", f"its process was not started: {error.message}"))
 
     def _signal(self, number: int) -> None:
         by_host = collections.defaultdict[str, list[str]](list)
@@ -277,14 +285,22 @@ class StartedRanks:
             self._agents.printer.put(self._over.set)  # when all is printed
             self._agents.loop.call_later(_FLUSH_S, self._over.set)
 
-    def ended(self, name: str, code: int) -> None:
-        if self._living.pop(name, None) is not None and code:
+    def ended(self, name: str, code: int, cause: Cause) -> None:
+        """Note the end of a process. ``cause``: why it failed, if ``code`` is not 0."""
+        member = self._living.pop(name, None)
+        if member is not None and code:
+            self._note_cause(_at(member, cause))
             self._fail(code)
         self._look_over()
+
+    def _note_cause(self, cause: Cause) -> None:
+        if not self._is_done or cause.kind not in ("killed", "exit"):  # as all end that are told to
+            self._causes.append(cause)
 
     def host_lost(self, host: str, why: str) -> None:
         if self._forget(host):
             self.lost[host] = why
+            self._causes.append(Cause("node", f"{host} is lost: {why}", host=host))
             self._fail(LOST, f"{host} is lost: {why}")
         self._look_over()
 
@@ -330,6 +346,15 @@ class KeptRanks(StartedRanks):
     def rounds(self) -> int:
         return self.membership.round
 
+    @property
+    def cause(self) -> Cause | None:
+        last = self.membership.cause if self.membership.code else None
+        return super().cause or last if last is not None and last.follows else last
+
+    @property
+    def is_repeated(self) -> bool:  # type: ignore[override]
+        return self.membership.is_repeated
+
     # In the loop
 
     async def _start_all(self) -> None:
@@ -353,9 +378,12 @@ class KeptRanks(StartedRanks):
             self.membership.look(self._agents.loop.time())
             self._follow()
 
-    def ended(self, name: str, code: int) -> None:
-        if self._living.pop(name, None) is not None and not self._is_done:
-            self.membership.ended(name, code, how_it_ended(code), self._agents.loop.time())
+    def ended(self, name: str, code: int, cause: Cause) -> None:
+        member = self._living.pop(name, None)
+        if member is not None and self._is_done:
+            self._note_cause(_at(member, cause))
+        elif member is not None:
+            self.membership.ended(name, code, _at(member, cause), self._agents.loop.time())
             self._follow()
         self._look_over()
 
@@ -443,6 +471,5 @@ class KeptRanks(StartedRanks):
             printer.say(f"{why}; {count} train on after step {step}, {took:.2f} s later")
 
 
-def how_it_ended(code: int) -> str:
-    """How a process ended, in words, from its exit code as in a shell."""
-    return f"its process was killed by signal {code - 128}" if code > 128 else f"its process ended with code {code}"
+def _at(member: Member, cause: Cause) -> Cause:
+    return dataclasses.replace(cause, rank=member.rank, host=member.host)

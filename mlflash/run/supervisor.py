@@ -14,11 +14,12 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..config import FRESH, PREFER_CERTIFIED
 from ..errors import LaunchFailed
+from ..launch.cause import PROGNOSES, Cause
 from ..launch.own_process import running
 from ..text import listed, many
 from .agents import Agents
@@ -31,6 +32,7 @@ log = logging.getLogger("mlflash")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _SAME_STEP = 2  # failures without a newer checkpoint between them, after which the job is not started again
 UNRESTORABLE = 65  # exit code if there are checkpoints and none can be restored: another start would find the same
+SAME_ERROR = 70  # exit code if the same error came twice after the same step, so that another start would not help
 GONE_S = 3.0  # seconds between two checks whether nodes are in service
 _NAP_S = 0.1
 _LOST_WAIT_S = 3.0
@@ -84,14 +86,17 @@ class Restarts:
     done: int = 0
     goes_back: bool = False
     """Whether the next start takes the newest certified step, and not the newest step."""
+    is_same_error: bool = False
+    """Whether there is no further restart because the same error came twice after the same step."""
+    _cause: Cause | None = None  # of the last failure that was no loss of a node, since the newest checkpoint
     _newest: int | None = None  # newest checkpoint at the last failure
     _left: int | None = None  # the newest checkpoint when the job went back to the certified one
     _back_to: int | None = None  # the certified step that it went back to last
     _since: int = 0  # failures since the newest checkpoint was committed
     _in_vain: int = 0  # those of them without a lost node
 
-    def after_failure(self, newest: int | None, node_lost: bool, certified: int | None = None,
-                      is_suspect: bool = False) -> str:  # fmt: skip
+    def after_failure(self, newest: int | None, node_lost: bool, certified: int | None = None, is_suspect: bool = False,
+                      cause: Cause | None = None, is_repeated: bool = False) -> str:  # fmt: skip
         """Say why there is no further restart; "" if there is one.
 
         The kind of failure decides where the next start goes on. After a lost node that is the newest step. If the same
@@ -99,24 +104,31 @@ class Restarts:
         step.
 
         Args:
-            node_lost: whether a node was lost. Then the training is not to blame.
+            node_lost: whether a node or a GPU was lost. Then the training is not to blame.
+            cause: why it failed, if that is known.
+            is_repeated: whether the same error came twice after the same step in this start alone.
         """
         if self.goes_back and newest in (self._left, self._back_to):  # nothing was saved since then
             newest = self._back_to
         else:
             self.goes_back, self._left = False, None
         if newest is not None and (self._newest is None or newest > self._newest):
-            self._newest, self._since, self._in_vain = newest, 0, 0
+            self._newest, self._since, self._in_vain, self._cause = newest, 0, 0, None
         self._since += 1
         self._in_vain += not node_lost
+        is_same_error = is_repeated or (cause is not None and cause.is_again(self._cause))
+        self._cause = self._cause if node_lost else cause
+        can_go_back = certified is not None and certified not in (self._back_to, newest) and not node_lost
+        if can_go_back and self.done < self.most and (is_suspect or is_same_error or self._in_vain >= _SAME_STEP):
+            self.goes_back, self._left, self._back_to = True, newest, certified
+            self._newest, self._since, self._in_vain, is_same_error = certified, 1, 0, False
+        where = "before the first checkpoint" if self._newest is None else f"after step {self._newest}"
+        self.is_same_error = is_same_error
+        if is_same_error:
+            return f"the same error came again {where}"
         if self.done >= self.most:
             return f"{self.done} of {self.most} restarts are used up"
-        can_go_back = certified is not None and certified not in (self._back_to, newest) and not node_lost
-        if can_go_back and (is_suspect or self._in_vain >= _SAME_STEP):
-            self.goes_back, self._left, self._back_to = True, newest, certified
-            self._newest, self._since, self._in_vain = certified, 1, 0
         if self._in_vain >= _SAME_STEP:
-            where = "before the first checkpoint" if self._newest is None else f"after step {self._newest}"
             return f"it failed {self._in_vain} times {where} without a newer checkpoint"
         self.done += 1
         return ""
@@ -136,7 +148,24 @@ class Outcome:
     lost: dict[str, str] = dataclasses.field(default_factory=dict)
     hosts: tuple[str, ...] = ()  # where the ranks were then
     heartbeats: Sequence[Heartbeat] = ()  # the last ones of its ranks
+    cause: Cause | None = None  # the first one; None if it is unknown
+    is_repeated: bool = False  # see `StartedRanks`
     unrestorable: str = ""  # why none of the existing checkpoints could be restored, as ranks reported; "" if not so
+
+    def __str__(self) -> str:
+        """What failed, and what shows it."""
+        if self.cause is None:
+            return self.why
+        return str(self.cause) if self.cause.text == self.why else f"{self.why}: {self.cause}"
+
+    @property
+    def prognosis(self) -> str:
+        """Why the next start may not fail in the same way, as the end of a sentence."""
+        return "" if self.cause is None else f": {PROGNOSES[self.cause.kind]}"
+
+
+def _lost(hosts: Mapping[str, str]) -> str:
+    return "lost " + ", ".join(f"{host} ({why})" for host, why in hosts.items())
 
 
 class Supervisor:
@@ -148,13 +177,13 @@ class Supervisor:
         self._looks = Looks(agents, options.memory, options.job, options.gpus, options.interface)
         self._before: Sequence[Heartbeat] = ()  # the last ones of the start before this one
         self._noticed: float | None = None  # when it was noticed that this start had failed
+        self._avoided = set[str]()  # nodes with a GPU that failed
         self._moved = set[tuple[str, str]]()  # nodes that ranks should leave, and why they did not; "": they did
         self.signal_number = 0  # a signal handler puts the number of the signal here, to end the run
 
     def run(self) -> int:
         before: tuple[str, ...] = ()
-        nodes, least = self._options.nodes, self._options.least
-        while (hosts := choose_nodes(before, self._fit(), nodes, least)) is not None:
+        while (hosts := self._choose(before)) is not None:
             if self.signal_number:
                 break
             self._fetch(before, hosts)
@@ -165,20 +194,37 @@ class Supervisor:
                 return self._leave(outcome.unrestorable)
             if self.signal_number:
                 break
-            newest = self._looks.newest()
-            self._say(f"start {self._restarts.done + 1} failed: {outcome.why}; newest checkpoint: {newest}")
-            good = certified(outcome.heartbeats)
-            hopeless = self._restarts.after_failure(newest, bool(outcome.lost), good, is_suspect(outcome.heartbeats))
+            newest, number, good = self._looks.newest(), self._restarts.done + 1, certified(outcome.heartbeats)
+            hopeless = self._restarts.after_failure(
+                newest, bool(outcome.lost) or self._avoid(outcome.cause), good, is_suspect(outcome.heartbeats),
+                outcome.cause, outcome.is_repeated,
+            )  # fmt: skip
+            then = f"does not start again: {hopeless}" if hopeless else f"starts again{outcome.prognosis}"
+            self._say(f"start {number} failed: {outcome}; newest checkpoint: {newest}; it {then}")
             if hopeless:
-                return self._finish(outcome.code or 1, hopeless)
+                return self._finish(SAME_ERROR if self._restarts.is_same_error else outcome.code or 1, hopeless)
             if self._restarts.goes_back:
                 self._say(f"the next start goes back to step {good}, which is certified")
             self._pause(self._restarts.pause_s)
             before = outcome.hosts
         if self.signal_number:
             return self._finish(128 + self.signal_number, f"ended by signal {self.signal_number}")
-        why = f"fewer than {least or nodes} nodes are fit to train, of {listed(self._agents.hosts, _NAMED)}"
+        fewest = self._options.least or self._options.nodes
+        why = f"fewer than {fewest} nodes are fit to train, of {listed(self._agents.hosts, _NAMED)}"
         return self._finish(1, why)
+
+    def _choose(self, before: Sequence[str]) -> tuple[str, ...] | None:
+        """The nodes of the next start: if there are enough, none with a GPU that failed."""
+        fit, nodes = self._fit(), self._options.nodes
+        whole = choose_nodes(before, [host for host in fit if host not in self._avoided], nodes)
+        return whole or choose_nodes(before, fit, nodes, self._options.least)
+
+    def _avoid(self, cause: Cause | None) -> bool:
+        """Avoid the node of a GPU that failed. Return whether there are enough others, as far as that is known."""
+        if cause is None or cause.kind != "device":
+            return False
+        self._avoided.add(cause.host)
+        return len(self._agents.hosts) - len(self._avoided) >= self._options.nodes
 
     def _one_run(self, hosts: tuple[str, ...]) -> Outcome:
         """Start the ranks and watch them. No rank that can be reached runs on afterwards."""
@@ -199,6 +245,9 @@ class Supervisor:
             # If a node is lost, the other ranks wait for it.
             step.end(_LOST_WAIT_S if outcome.lost else KILL_WAIT_S)
         noticed = time.time()
+        outcome.cause, outcome.is_repeated = outcome.cause or step.cause, step.is_repeated
+        if outcome.lost and (outcome.cause is None or outcome.cause.follows):
+            outcome.cause = Cause("node", _lost(outcome.lost))
         self._looks.look([host for host in outcome.hosts if host not in outcome.lost])
         if outcome.code == 0 and not outcome.why and not step.replaces:
             outcome.why = watch.not_ended()
@@ -206,6 +255,7 @@ class Supervisor:
         # Replaced ranks may run on other nodes than those that hold their slots. A start on these nodes may restore.
         outcome.unrestorable = unrestorable(outcome.heartbeats) if step.rounds == 1 else ""
         self._run_log.note("end", why=outcome.why, code=outcome.code, lost=outcome.lost, newest=self._looks.newest(),
+                           cause=None if outcome.cause is None else outcome.cause.fields,
                            **recovery(outcome.heartbeats, started, self._before, self._noticed))  # fmt: skip
         self._before, self._noticed = outcome.heartbeats, noticed
         return outcome
@@ -223,7 +273,7 @@ class Supervisor:
                 if step.replaces:
                     self._leave_drained(step)
                 elif lost := self._agents.system.gone(hosts):
-                    return Outcome("lost " + ", ".join(f"{host} ({state})" for host, state in lost.items()), lost=lost)
+                    return Outcome(_lost(lost), lost=lost)
             if not answers.empty():
                 is_looking = False
                 self._looks.take(*answers.get())
@@ -254,7 +304,8 @@ class Supervisor:
             return None
         if watch.hangs():
             self._looks.show_stacks(hosts, watch.run)
-            return Outcome(f"no rank has saved for {self._options.hang_timeout_s:g} s")
+            why = f"no rank has saved for {self._options.hang_timeout_s:g} s"
+            return Outcome(why, cause=Cause("hang", why, "the stacks of all ranks, above"))
         dead = "" if step.replaces else watch.dead()
         return Outcome(dead, lost=dict.fromkeys(silent, "silent")) if dead else None
 

@@ -78,12 +78,12 @@ def run(shm: Path, folder: Path, how: str) -> str:
 def test_a_rank_whose_couriers_cannot_be_started_is_replaced(shm: Path, tmp_path: Path) -> None:
     said = run(shm, tmp_path, "cannot start couriers")
     assert "This process ends, and another one takes rank 1" in said
-    assert "rank 1 was lost (its process ended with code 1); all train on after step" in said
+    assert re.search(r"rank 1 was lost \(.*\); all train on after step", said)
 
 
 def test_a_killed_rank_is_replaced_before_its_old_courier_ends(shm: Path, tmp_path: Path) -> None:
     said = run(shm, tmp_path, "killed")
-    (seconds,) = re.findall(r"rank 1 was lost \(.* signal 9\); all train on after step \d+, ([\d.]+) s later", said)
+    (seconds,) = re.findall(r"rank 1 was lost \(.* signal 9 .*\); all train on after step \d+, ([\d.]+) s later", said)
     assert float(seconds) < main.ORPHAN_S
 
 

@@ -25,11 +25,11 @@ import mlflash.checkpointer.keep_alive as in_place
 import mlflash.run.decider_link as decider_link
 from mlflash.checkpointer import process_end
 from mlflash.crash_points import POINTS
+from mlflash.launch.cause import cause_of
 from mlflash.launch.launcher_variables import KEPT
 from mlflash.launch.lines import Lines, pack
 from mlflash.memory.node_directory import NodeDirectory
 from mlflash.run.membership import Deadlines, Member, Membership
-from mlflash.run.started_ranks import how_it_ended
 
 if TYPE_CHECKING:
     from history import History
@@ -189,7 +189,7 @@ class Supervisor:
     def _died(self, name: str, host: str) -> None:
         code, line = self.codes.get(name, _KILLED), self._lines.get(name)
         sent = line.peer._last if line is not None else 0.0
-        report = lambda: self.membership.ended(name, code, how_it_ended(code), self.kernel.now)  # noqa: E731
+        report = lambda: self.membership.ended(name, code, cause_of(code), self.kernel.now)  # noqa: E731
         self.kernel.at(max(sent, self.kernel.now + self.delay()), lambda: self._report(host, report))
 
     # What `Membership` calls

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from mlflash.launch.cause import Cause
 from mlflash.run.membership import Deadlines, Member, Membership, Stuck
 
 KILLED = 137
@@ -84,9 +85,9 @@ class Job:
         at = Stuck(count, idle_s, limit_s, waits, "allreduce", f"{name}.py:7 (step)")
         self.it.stuck(name, self.it.round, at, self.now)
 
-    def end(self, *names: str, code: int = KILLED, why: str = "it was killed") -> None:
+    def end(self, *names: str, code: int = KILLED, why: str = "it was killed", kind: str = "killed") -> None:
         for name in names:
-            self.it.ended(name, code, why, self.now)
+            self.it.ended(name, code, Cause(kind, why), self.now)
 
     def crash(self, host: str) -> None:
         self.it.host_lost(host, f"{host} burns", self.now)

@@ -21,6 +21,7 @@ from unit.kept_job import SHELL, code_of, is_gone
 from waiting import PATIENCE_S, until
 
 from mlflash.errors import LaunchFailed
+from mlflash.launch.cause import Cause
 from mlflash.launch.lines import pack
 from mlflash.launch.own_process import running
 from mlflash.run import agents
@@ -143,6 +144,33 @@ exec sleep 1000"""
     assert ranks.poll() is None and not any(map(is_gone, pids[1:]))
     (tmp_path / "go").write_text("\n")
     assert code_of(ranks) == 7 and all(map(is_gone, pids))
+
+
+def test_the_rank_that_failed_first_is_the_cause_and_not_those_that_lose_their_connections(
+    start: Start, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "go")
+    program = f"""case $RANK in
+0) read word < {tmp_path}/go; echo "ConnectionResetError: [Errno 104] Connection reset by peer" >&2; exit 1;;
+1) printf "Traceback (most recent call last):\\nValueError: bad batch\\n" >&2; echo > {tmp_path}/go; exec sleep 1000;;
+esac
+exec sleep 1000"""
+    ranks = start("a,b", program, 2)
+    assert code_of(ranks) == 1
+    cause = ranks.cause
+    assert cause == Cause("error", "ValueError: bad batch", "", 1, "a")
+
+
+def test_a_rank_that_a_signal_ends_was_killed_from_outside_or_by_its_agent(start: Start, tmp_path: Path) -> None:
+    for told, code in (("rank", signal.SIGKILL), ("agent", signal.SIGTERM)):
+        ranks = start("a", f"echo $PPID > {tmp_path}/agent; exec sleep 1000")
+        pid = pid_of(tmp_path, "pid-0")
+        os.kill(pid if told == "rank" else pid_of(tmp_path, "agent"), code)
+        assert code_of(ranks) == 128 + code
+        (tmp_path / "pid-0").unlink()
+        cause = ranks.cause
+        assert cause is not None and cause.kind == "killed" and cause.text == f"its process was killed by signal {code}"
+        assert (cause.evidence == "from whoever sent it to its agent") == (told == "agent")
 
 
 @pytest.mark.parametrize("host", ["dark", "gone"])

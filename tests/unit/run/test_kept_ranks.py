@@ -116,9 +116,34 @@ def test_when_a_rank_is_killed_all_others_leave_and_a_spare_gets_its_rank(
     note = until(lambda: recovered(tmp_path), "the note of it")[0]
     assert [note[what] for what in ("round", "lost", "step", "times")] == [2, [1], 2, {"all": 1.0}]
     printed: list[str] = []
-    told = "rank 1 was lost (its process was killed by signal 9)"
+    told = "rank 1 was lost (its process was killed by signal 9 ["
+    assert note["cause"]["kind"] == "killed" and note["cause"]["rank"] == 1 and note["cause"]["host"] == "b"
     until(lambda: printed.append(capfd.readouterr().err) or told in "".join(printed), "what is printed")  # type: ignore[func-returns-value]
     end_well(ranks, tmp_path)
+
+
+def test_the_same_error_in_two_rounds_after_the_same_step_is_the_end(
+    tmp_path: Path, shell: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trains = """
+            link.say({"trains": number, "step": 7, "times": {"all": 1.0}})
+            say("trains", number, seat.rank)
+            while seat.rank == 1:
+                if f" trains {number} 0\\n" in open(folder + "/said").read():
+                    raise ValueError(f"bad batch of {os.getpid()}")
+"""
+    (line,) = [line for line in RANK.splitlines(keepends=True) if '"trains": number' in line]
+    program = RANK.replace(line, trains)
+    with Agents(OnSsh(["a"], shell), LATER_S) as agents:
+        argv = [sys.executable, "-c", program, str(tmp_path)]
+        options = KeepAlive(2, Deadlines(LATER_S))
+        ranks = start_kept(agents, options, RunLog(tmp_path / "run.jsonl"), ["a"], 2, argv, {})
+        assert code_of(ranks) == 1 and ranks.is_repeated
+    cause = ranks.cause
+    assert cause is not None and (cause.kind, cause.rank, cause.host) == ("error", 1, "a")
+    assert cause.text.startswith("ValueError: bad batch of ") and cause.evidence.startswith("<string>:")
+    assert len(recovered(tmp_path)) == 1 and recovered(tmp_path)[0]["cause"]["kind"] == "error"
+    assert "was lost, by the same error as before, after step 7 again" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,34 @@ def test_it_is_over_when_no_process_is_ready_in_time() -> None:
     assert not job.killed
 
 
+@pytest.mark.parametrize(
+    ("second", "kind", "step", "is_over"),
+    [("ValueError: bad batch 18", "error", 20, True), ("ValueError: bad batch 17", "error", 21, False),
+     ("KeyError: 1", "error", 20, False), ("ValueError: bad batch 17", "killed", 20, False)],
+)  # fmt: skip
+def test_the_same_error_after_the_same_step_is_the_end(second: str, kind: str, step: int, is_over: bool) -> None:
+    job = Job("a b", "c d")
+    for spare, text, at in (("c0", "ValueError: bad batch 17", 20), ("d0", second, step)):
+        lost = "b0" if spare == "c0" else "c0"
+        job.end(lost, code=1, why=text, kind=kind)
+        job.leave("a0")
+        assert not job.it.over
+        job.train("a0", spare, step=at)
+    assert job.it.is_repeated == bool(job.it.over) == is_over and len(job.notes) == 2 - is_over
+    if is_over:
+        assert job.it.over == f"rank 1 ({second}) was lost, by the same error as before, after step 20 again"
+        assert job.it.code == 1 and job.notes[0][1]["cause"]["text"] == "ValueError: bad batch 17"
+
+
+def test_a_rank_that_only_lost_its_connection_is_not_the_cause() -> None:
+    job = Job("a b c", "d e")
+    job.end("a0", code=1, why="Connection reset by peer", kind="peer")
+    job.end("b0", code=1, why="ValueError: bad batch", kind="error")
+    assert job.it.cause.text == "ValueError: bad batch"
+    job.end("c0", code=1, why="KeyError", kind="error")
+    assert job.it.over == "all ranks were lost, the last one ranks 0, 1, 2 (ValueError: bad batch)"
+
+
 @pytest.mark.parametrize("code", [3, 0])
 def test_a_loss_before_all_have_begun_is_the_end(code: int) -> None:
     job = Job("a b", "c", begins=False)

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlflash.launch.cause import Cause
 from mlflash.run import first_node_guard
 from mlflash.run.agents import Agents
 from mlflash.run.launch_systems import OnSsh, is_lost
@@ -56,6 +57,43 @@ def test_it_is_started_again_as_long_as_that_has_a_chance(failures: list[Failed]
     for failed in failures[:-1]:
         assert restarts.after_failure(**{"node_lost": False, **failed}) == ""
     assert end in restarts.after_failure(**{"node_lost": False, **failures[-1]})
+
+
+ERROR = Cause("error", "ValueError: bad batch 17", "t.py:3", 1, "a")
+OTHER, KILLED = Cause("error", "IndexError: 17"), Cause("killed", "its process was killed by signal 9")
+
+
+@pytest.mark.parametrize(
+    ("failures", "end", "is_same_error"),
+    [
+        ([(5, ERROR), (9, ERROR), (9, ERROR)], "the same error came again after step 9", True),
+        ([(None, ERROR), (None, ERROR)], "the same error came again before the first checkpoint", True),
+        ([(9, ERROR), (9, OTHER)], "it failed 2 times after step 9", False),
+        ([(9, KILLED), (9, KILLED)], "it failed 2 times after step 9", False),
+        ([(9, None), (9, None)], "it failed 2 times after step 9", False),
+    ],
+)
+def test_the_same_error_after_the_same_step_is_told_from_other_failures(
+    failures: list[tuple[int | None, Cause | None]], end: str, is_same_error: bool
+) -> None:
+    restarts = Restarts(most=2)
+    for newest, cause in failures[:-1]:
+        assert restarts.after_failure(newest, False, cause=cause) == "" and not restarts.is_same_error
+    newest, cause = failures[-1]
+    assert end in restarts.after_failure(newest, False, cause=cause) and restarts.is_same_error == is_same_error
+
+
+def test_a_lost_node_between_them_does_not_hide_the_same_error() -> None:
+    restarts = Restarts(most=9)
+    assert restarts.after_failure(9, False, cause=ERROR) == ""
+    assert restarts.after_failure(9, True, cause=Cause("node", "b is lost")) == ""
+    assert "same error" in restarts.after_failure(9, False, cause=ERROR)
+
+
+def test_the_same_error_goes_back_to_a_certified_step_first() -> None:
+    restarts = Restarts(most=9)
+    assert restarts.after_failure(9, False, certified=6, cause=ERROR, is_repeated=True) == "" and restarts.goes_back
+    assert "same error came again after step 6" in restarts.after_failure(9, False, certified=6, cause=ERROR)
 
 
 def test_pauses_grow_while_nothing_new_is_committed() -> None:

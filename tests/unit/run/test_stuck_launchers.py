@@ -84,7 +84,7 @@ SOUND: dict[str, Any] = {"free": 1, "gpus": 0, "gpu_error": "", "interface": Non
 
 class Step(StartedRanks):
     def __init__(self, process: subprocess.Popen[bytes]):
-        self._process, self._began_on, self.lost = process, ("a",), {}
+        self._process, self._began_on, self.lost, self._causes = process, ("a",), {}, []
 
     def poll(self) -> int | None:
         return self._process.poll()
