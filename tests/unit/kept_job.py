@@ -53,7 +53,7 @@ try:
         try:
             text = link.share(number, "port", f"of-{number}" if seat.rank == 0 else None, 100.0)
             say("seat", number, seat.rank, seat.size, text)
-            link.say({"trains": number, "step": number, "times": {"all": 1.0}})
+            link.say({"trains": number, "step": number, "times": {"all": 1.0}, "unit": 1})
             while not link.is_over(number, 0.02):
                 if not odd and os.path.exists(folder + "/odd"):
                     odd = True
