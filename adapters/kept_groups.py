@@ -45,7 +45,7 @@ from mlflash.run.decider_link import Seat, is_spare, registered_groups
 from mlflash.run.forked_spare import begin_anew
 from mlflash.run.progress import progress
 
-from .resized import forget_meshes, place, ranks_of, reshard, set_ranks, unit
+from .resized import forget_meshes, instances, place, ranks_of, reshard, set_ranks, unit
 
 log = logging.getLogger("mlflash")
 
@@ -329,14 +329,18 @@ def _wait_until_quiet() -> None:
     _interrupted.clear()
 
 
-def exchange_all(store: Store, timeout: timedelta) -> None:
-    """Connect all groups of this process again. Collective over all ranks, which must have made the same groups."""
+def _forget_connections() -> None:
     global _presumes
     _presumes = False
     drop_all()
     _wait_until_quiet()
     while _left:
         _left.pop().set()
+
+
+def exchange_all(store: Store, timeout: timedelta) -> None:
+    """Connect all groups of this process again. Collective over all ranks, which must have made the same groups."""
+    _forget_connections()
     for name, group in sorted(_known_to_all().items()):
         group.exchange(PrefixStore(name, store), timeout)
 
@@ -375,6 +379,9 @@ class TorchGroups:
             shut_down({self._meets})
 
     def connect(self, seat: Seat, share: Callable[[str, str | None], str]) -> None:
+        exchange_all(self._open_store(seat, share), self._timeout)
+
+    def _open_store(self, seat: Seat, share: Callable[[str, str | None], str]) -> dist.Store:
         if seat.rank == 0:
             host = own_address(False, os.environ)
             self._store = dist.TCPStore(host, 0, None, True, _MEETS, wait_for_workers=False)
@@ -384,7 +391,23 @@ class TorchGroups:
             host, _, port = share("torch", None).rpartition(",")
             self._meets = host, int(port)
             self._store = dist.TCPStore(host, int(port), None, False, _MEETS)
-        exchange_all(dist.PrefixStore(f"round {seat.round}", self._store), self._timeout)
+        return dist.PrefixStore(f"round {seat.round}", self._store)
+
+    def renew(self, seat: Seat, share: Callable[[str, str | None], str]) -> None:
+        if sharded := instances(FSDPModule):
+            for module in sharded:
+                let_go(module)
+            del sharded, module
+            gc.collect()
+        if wrapped := _wrapped():
+            raise ConfigError("a wrapped model of an earlier call still exists, and would take part in this one: make "
+                              "wrapped models (DDP, FSDP2) inside the function that keep_alive calls, and keep neither "
+                              "them nor the trainer elsewhere", found=type(wrapped[0]).__name__)  # fmt: skip
+        store = self._open_store(seat, share)
+        _forget_connections()
+        if dist.is_initialized():  # otherwise another rank was lost at this point
+            dist.destroy_process_group()
+        dist.init_process_group(BACKEND, rank=seat.rank, world_size=seat.size, timeout=self._timeout, store=store)
 
     def forget_step(self) -> None:
         models = sorted(_wrapped(), key=_looks)
@@ -652,6 +675,17 @@ class InterruptibleWork(dist.Work):
 # If a process is killed, its connections close and gloo raises an error. If a host is cut off, nothing arrives, and
 # gloo waits for its timeout, which is long in training. The connections are found by the addresses at which the ranks
 # listen. The ranks tell each other these through their store.
+
+
+def let_go(module: FSDPModule) -> None:
+    """Forget everything that FSDP2 knows about a module, which must not run again.
+
+    The graph of an unfinished backward refers to it by hooks, which the garbage collector cannot see. If something of
+    the module's trainer refers to that graph, all of them would stay forever.
+    """
+    state: Any = module._get_fsdp_state()
+    for part in (*state._fsdp_param_groups, state):
+        vars(part).clear()
 
 
 def _connect_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[ProcessGroupGloo, set[Address]]:

@@ -400,6 +400,10 @@ class AdapterAPI:
         """Note that the whole state was loaded from something else: after a failed load, it may be saved again."""
         self._saves.undefined = ""
 
+    def must_restore(self, why: str) -> None:
+        """Note that the state is undefined. Saves refuse it until a restore, `load_together` or `loaded_elsewhere`."""
+        self._saves.undefined = why
+
     @restart_scope
     def read(
         self,

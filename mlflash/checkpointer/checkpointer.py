@@ -40,6 +40,9 @@ from .adapter_api import AdapterAPI
 
 log = logging.getLogger("mlflash")
 
+joined: list[Callable[[Checkpointer], None]] = []
+"""Called with each Checkpointer that was made. In a round of `keep_alive` there is one function."""
+
 
 class Checkpointer:
     """Saves the state of a training job in the memory of its nodes, and restores it after a failure.
@@ -96,13 +99,15 @@ class Checkpointer:
         self.enabled = self._config.enabled
         self._closed = "" if self.enabled else "off"  # why calls are refused; if it is off, nothing has to be closed
         self._is_ended = not self.enabled
-        self._after_save: Callable[[Snapshot], None] | None = None
+        self._is_unused = True  # whether nothing copies into its slots any more, once it is ended
         if self.enabled:
             self._start(comm, process_group, replicated, domains)
-            return
-        off.turned_off(self.enabled, comm)  # says so
-        disabled: Any = off.Disabled(comm)
-        self._courier = self._drains = self._saves = self._restores = self.adapting = disabled
+        else:
+            off.turned_off(self.enabled, comm)  # says so
+            disabled: Any = off.Disabled(comm)
+            self._courier = self._drains = self._saves = self._restores = self.adapting = disabled
+        for join in joined:
+            join(self)
 
     def _start(self, comm: Any, process_group: Any, replicated: Any, domains: Any) -> None:
         process_end.show_briefly()
@@ -151,10 +156,7 @@ class Checkpointer:
             SaveFailed: only with ``strict``: this save, or an earlier one in the background, failed.
         """
         self._check_open()
-        snapshot = self._saves.save(step, state, until)
-        if self._after_save is not None:
-            self._after_save(snapshot)
-        return snapshot
+        return self._saves.save(step, state, until)
 
     def wait(self) -> None:
         """Wait until every save so far is committed or has failed.
@@ -443,8 +445,8 @@ class Checkpointer:
         self._end(abandon=True, state=state)
 
     def after_save(self, call: Callable[[Snapshot], None]) -> None:
-        """Call a function at the end of each `save`, in the thread that saves. Not collective."""
-        self._after_save = call
+        """Call a function at the end of each `save`, also of an adapter, in the thread that saves. Not collective."""
+        self._saves.after_save = call
 
     def interrupt(self, why: str) -> None:
         """Make the next call raise Closed, for example because this run is over. Not collective; any thread."""
@@ -456,13 +458,12 @@ class Checkpointer:
         Returns:
             Whether nothing copies into its slots any more, so that another Checkpointer may use them.
         """
-        if self._is_ended:
-            return True
-        self._saves.end()
-        is_over = self._trainer.slots.wait_until_written(time.monotonic() + timeout_s)
-        self._end(abandon=True, state="failed")
-        self._trainer.copy_threads.close()
-        return is_over
+        if not self._is_ended:
+            self._saves.end()
+            self._is_unused = self._trainer.slots.wait_until_written(time.monotonic() + timeout_s)
+            self._end(abandon=True, state="failed")
+            self._trainer.copy_threads.close()
+        return self._is_unused
 
     def _leave(self) -> None:
         """Close it in a forked process: everything belongs to the parent, and continues there. Not collective."""
@@ -475,6 +476,8 @@ class Checkpointer:
         """Close it. If an exception is leaving the block, do so without any collective and without waiting."""
         if kind is None:
             self.close()
+        elif joined:
+            self.abandon()  # the process stays, and its next Checkpointer has the same slots
         elif not self._is_ended:
             if isinstance(error, MlflashError):
                 self._trainer.recorder.uncaught("".join(traceback.format_exception(kind, error, trace)))

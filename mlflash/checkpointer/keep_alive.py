@@ -12,12 +12,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from ..channel import connection
 from ..config import Config, from_environment
 from ..crash_points import reach
-from ..errors import MlflashError
+from ..errors import ConfigError, MlflashError
 from ..launch.agent_client import AgentClient
 from ..launch.launcher_variables import Launched
 from ..launch.rendezvous import Meeting
@@ -32,6 +32,7 @@ from ..run.decider_link import (
 )
 from ..run.progress import ProgressWatch, progress
 from ..save.snapshot import Snapshot
+from . import checkpointer
 from .checkpointer import Checkpointer
 
 log = logging.getLogger("mlflash")
@@ -41,7 +42,16 @@ _MORE_S = 2.0  # in addition to the time after which a loss is known
 _MARGIN = 1.5  # a late rank must be lost, and the others told, before they stop waiting
 
 
+@overload
+def keep_alive(train: Callable[[], T]) -> T: ...
+
+
+@overload
 def keep_alive(train: Callable[[Checkpointer, int], T], state: Any, directory: str | os.PathLike[str] | None = None,
+               **settings: Any) -> T: ...  # fmt: skip
+
+
+def keep_alive(train: Callable[..., T], state: Any = None, directory: str | os.PathLike[str] | None = None,
                **settings: Any) -> T:  # fmt: skip
     """Train, and continue in this process when another process is lost.
 
@@ -59,21 +69,29 @@ def keep_alive(train: Callable[[Checkpointer, int], T], state: Any, directory: s
     What is not in ``state`` stays as the interrupted step left it. So put random generators (`mlflash.rng`), positions
     in data and counters into it. Iterators that ``train`` makes are made again.
 
+    Without ``state``, a framework trains, and its adapter restores. Then ``train`` makes everything that depends on the
+    rank, all wrapped models (DDP, FSDP2) and all process groups but the first one. It keeps none of them elsewhere.
+
     Args:
         train: gets a Checkpointer and the step of ``state``, which is 0 if nothing was committed. It trains from there,
-            and saves.
-        state: what is restored, as in `Checkpointer.restore`.
-        directory, settings: arguments of the Checkpointer.
+            and saves. Without ``state`` it gets nothing, and an adapter makes the Checkpointer.
+        state: what is restored, as in `Checkpointer.restore`. Default: ``train`` restores everything that it changes.
+        directory, settings: arguments of the Checkpointer. With an adapter, give them to the adapter.
 
     Returns:
         What ``train`` returns.
 
     Raises:
-        ConfigError: torch.distributed was set up with process groups that mlflash cannot replace; the text says what to
-            use instead.
+        ConfigError: torch.distributed was set up with process groups that mlflash cannot replace; or something of an
+            earlier call of ``train`` is still there. The text says what to do instead.
         Exception: what ``train`` raises, if no rank was lost.
     """
+    if state is None and (directory is not None or settings):
+        raise ConfigError("without a state, an adapter makes the Checkpointer: give these arguments to the adapter",
+                          found=sorted(settings) or directory)  # fmt: skip
     link = decider()
+    if link is None and state is None:
+        return train()
     if link is None:
         with Checkpointer(directory, **settings) as ckpt:
             return train(ckpt, ckpt.restore(state) or 0)
@@ -84,86 +102,144 @@ def keep_alive(train: Callable[[Checkpointer, int], T], state: Any, directory: s
 class _Rounds:
     """Runs one round after the other in this process."""
 
-    def __init__(self, link: DeciderLink, train: Callable[[Checkpointer, int], Any], state: Any, settings: Any):
+    def __init__(self, link: DeciderLink, train: Callable[..., Any], state: Any, settings: Any):
         self._link, self._train, self._state, self._settings = link, train, state, settings
-        self._ckpt: Checkpointer | None = None
+        self._ckpts: list[Checkpointer] = []  # those that were made in this round
         self._agent: AgentClient | None = None  # it stays from round to round, as it has imported everything
-        self._number = 0  # the round to which all this belongs
+        self._seat = Seat(0, 0, 0, 0.0, 0.0, 0.0)  # of the round to which all this belongs
+        self._is_first = False  # whether this process does not continue what another one has begun
+        self._has_begun = False  # whether it has reported that it trains in this round
+        self._times = _Times(0.0)  # of what comes before that
+        self._watch: ProgressWatch | None = None  # from then on
         self._interrupting = threading.Lock()
 
     def run(self) -> Any:
-        check_groups()
+        check_groups(are_needed=self._state is None)
         link = self._link
         if link.waits:
             self._agent = connection.find_agent(self._config(), link.size)
             forked_spare.is_ready()
         link.on_lost.append(self._interrupt)
         link.say({"ready": True})
-        after, times = 0, _Times(time.monotonic())
+        after, self._times = 0, _Times(time.monotonic())
         while True:
             seat = link.seat(after)
             with self._interrupting:  # wait for an interruption of the last round: it must not touch this one
-                self._number = seat.round
+                self._seat = seat
             if after:
-                times.note("wait")
+                self._times.note("wait")
             else:  # there was no round to leave
-                times = _Times(time.monotonic())
+                self._times = _Times(time.monotonic())
+            checkpointer.joined[:] = [self._join]
             try:
-                result = self._round(seat, times)
+                result = self._round()
                 break
             except Exception as error:
                 if not link.is_over(seat.round, seat.lost_s + _MORE_S):
                     raise
                 log.info("leaving round %d: %s", seat.round, str(error)[:200])
                 _clear(error)
-            times = _Times(link.heard_at)
-            self._leave(seat)
-            times.note("leave")
+            finally:
+                checkpointer.joined.clear()
+                self._end_watch()
+            self._times = _Times(link.heard_at)
+            self._leave()
+            self._times.note("leave")
             after = seat.round
         if self._agent is not None:
             self._agent.close()
         return result
 
-    def _round(self, seat: Seat, times: _Times) -> Any:
-        is_first = seat.round == 1 and not self._link.waits
-        if not is_first:
-            self._take(seat, times)
-        self._ckpt = ckpt = Checkpointer(**self._settings)
-        times.note("checkpointer")
-        reach("round.open")
-        if not is_first:
-            for group in registered_groups:
-                group.connect(seat, lambda what, text: self._link.share(seat.round, what, text, _MARGIN * seat.ready_s))
-                group.forget_step()
-            times.note("groups")
-            reach("round.groups")
-        step = ckpt.restore(self._state)
-        times.note("restore")
-        if step is None and not is_first:
-            log.error("a rank was lost before the first commit, so there is no step to go back to: this process ends")
-            raise SystemExit(1)
-        reach("round.restored")
-        self._link.check(seat.round)
-        if self._agent is None or self._agent.is_lost:
-            self._agent = connection.find_agent(self._config(), seat.size)
-        ckpt.after_save(lambda snapshot: self._link.saved(seat.round, snapshot.step, lambda: _is_committed(snapshot)))
-        self._link.began(seat.round, step or 0, times.took, _unit())
-        watch = ProgressWatch(seat.hang_s, lambda: self._link.say({"stuck": seat.round, **progress.described()}))
-        try:
-            result = self._train(ckpt, step or 0)
-        finally:
-            watch.end()
-        self._link.check(seat.round)
-        ckpt.close()
+    def _round(self) -> Any:
+        seat = self._seat
+        self._is_first = seat.round == 1 and not self._link.waits
+        self._has_begun = False
+        if not self._is_first:
+            self._take()
+        result = self._train_framework() if self._state is None else self._train_state()
         self._link.check(seat.round)
         self._link.say({"done": seat.round})
         return result
 
-    def _take(self, seat: Seat, times: _Times) -> None:
-        """Take the rank of a seat, and connect couriers with all other ranks."""
+    def _train_state(self) -> Any:
+        ckpt = Checkpointer(**self._settings)
+        self._times.note("checkpointer")
+        reach("round.open")
+        if not self._is_first:
+            for group in registered_groups:
+                group.connect(self._seat, self._share)
+                group.forget_step()
+            self._times.note("groups")
+            reach("round.groups")
+        step = ckpt.restore(self._state)
+        self._times.note("restore")
+        self._begin(step)
+        result = self._train(ckpt, step or 0)
+        self._end_watch()
+        self._link.check(self._seat.round)
+        ckpt.close()
+        return result
+
+    def _train_framework(self) -> Any:
+        if not self._is_first:
+            for group in registered_groups:
+                group.renew(self._seat, self._share)
+            self._times.note("groups")
+            reach("round.groups")
+            self._link.check(self._seat.round)  # an interruption a moment earlier would have found no group
+        result = self._train()
+        self._end_watch()
+        if not self._has_begun:
+            raise ConfigError("the function that keep_alive calls has made no Checkpointer: give the framework the "
+                              "callback or wrapper of its adapter, or give keep_alive a state")  # fmt: skip
+        return result
+
+    def _share(self, what: str, text: str | None) -> str:
+        return self._link.share(self._seat.round, what, text, _MARGIN * self._seat.ready_s)
+
+    def _join(self, ckpt: Checkpointer) -> None:
+        """Let a Checkpointer take part in this round. If a framework trains, the first one begins the round.
+
+        Collective over the ranks of the Checkpointer.
+        """
+        number = self._seat.round
+        self._ckpts.append(ckpt)
+        self._link.check(number)  # an interruption a moment earlier would have found no Checkpointer
+        ckpt.after_save(lambda snapshot: self._link.saved(number, snapshot.step, lambda: _is_committed(snapshot)))
+        if self._state is not None or self._has_begun:
+            return
+        self._times.note("checkpointer")
+        reach("round.open")
+        self._begin(max(ckpt.steps(), default=None))
+        if not self._is_first:
+            ckpt.adapting.must_restore("a rank was lost within a step, and nothing was restored since")
+
+    def _begin(self, step: int | None) -> None:
+        """Report that this process trains from a step on. None: nothing was committed."""
+        if step is None and not self._is_first:
+            log.error("a rank was lost before the first commit, so there is no step to go back to: this process ends")
+            raise SystemExit(1)
+        reach("round.restored")
+        self._link.check(self._seat.round)
+        if self._agent is None or self._agent.is_lost:
+            self._agent = connection.find_agent(self._config(), self._seat.size)
+        self._has_begun = True
+        seat = self._seat
+        self._link.began(seat.round, step or 0, self._times.took, self._unit())
+        self._watch = ProgressWatch(seat.hang_s, lambda: self._link.say({"stuck": seat.round, **progress.described()}))
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.end()
+        self._watch = None
+
+    def _take(self) -> None:
+        """Take the rank of this round, and connect couriers with all other ranks."""
+        seat = self._seat
         reach("round.seated")
-        for group in registered_groups:
-            group.take(seat.rank, seat.size)
+        if self._state is not None:
+            for group in registered_groups:
+                group.take(seat.rank, seat.size)
         self._link.say({"here": seat.round})
         os.environ.update({"RANK": str(seat.rank), "WORLD_SIZE": str(seat.size)})
         meeting = Meeting(
@@ -175,40 +251,43 @@ class _Rounds:
         )
         connection.reset(self._config(), meeting)
         meeting.check()  # an interruption a moment earlier would have found nothing to interrupt
-        times.note("couriers")
+        self._times.note("couriers")
         reach("round.couriers")
 
     def _config(self) -> Config:
         known = {field.name for field in dataclasses.fields(Config)} - {"directory"}
         given = {name: value for name, value in self._settings.items() if name in known}
+        if self._state is None:  # an adapter has the settings
+            given = {"job": os.environ.get("MLFLASH_JOB") or "torch"}
         directory = self._settings["directory"]
         return from_environment(os.environ, None if directory is None else os.fspath(directory), **given)
 
     def _interrupt(self, number: int) -> None:
         with self._interrupting:
-            if number < self._number:
+            if number < self._seat.round:
                 return
-            if self._ckpt is not None:
-                self._ckpt.interrupt("a rank was lost: all ranks go back to the newest committed step")
+            for ckpt in list(self._ckpts):
+                ckpt.interrupt("a rank was lost: all ranks go back to the newest committed step")
             connection.interrupt(RoundOver("a rank was lost"))
             for group in registered_groups:
                 group.drop()
 
-    def _leave(self, seat: Seat) -> None:
-        self._interrupt(seat.round)
-        if self._ckpt is not None and not self._ckpt.abandon():
+    def _leave(self) -> None:
+        self._interrupt(self._seat.round)
+        are_unused = [ckpt.abandon() for ckpt in self._ckpts]
+        if not all(are_unused):
             raise SystemExit("a device still copies into memory that another process needs: this process ends")
-        self._ckpt = None
+        self._ckpts.clear()
         connection.leave()
-        self._link.say({"left": seat.round, "unit": _unit()})
+        self._link.say({"left": self._seat.round, "unit": self._unit()})
         reach("round.left")
         gc.collect()  # while others leave; iterators and their workers end with their frames
 
-
-def _unit() -> int:
-    """What the number of ranks must be a multiple of, as this rank knows; 0: it cannot change."""
-    units = [group.unit() for group in registered_groups]
-    return 0 if 0 in units else math.lcm(*units)
+    def _unit(self) -> int:
+        """What the number of ranks must be a multiple of, as this rank knows; 0: it cannot change."""
+        # A framework makes its groups anew, for any number of ranks.
+        units = [] if self._state is None else [group.unit() for group in registered_groups]
+        return 0 if 0 in units else math.lcm(*units)
 
 
 def _is_committed(snapshot: Snapshot) -> bool:

@@ -217,9 +217,15 @@ class Groups(Protocol):
     def forget_step(self) -> None:
         """Forget what was begun of a step. Collective."""
 
+    def renew(self, seat: Seat, share: Callable[[str, str | None], str]) -> None:
+        """Instead of keeping them, make them anew, with a rank. Collective over the ranks of a round."""
 
-def check_groups() -> None:
-    """Raise ConfigError if torch.distributed has groups that cannot be replaced."""
+
+def check_groups(are_needed: bool) -> None:
+    """Raise ConfigError if torch.distributed has groups that cannot be replaced, or none although they are needed."""
+    if are_needed and not registered_groups:
+        raise ConfigError("call init_process_group of mlflash.adapters.distributed before keep_alive: groups that a "
+                          "framework makes cannot be replaced when a rank is lost")  # fmt: skip
     torch = sys.modules.get("torch.distributed")
     if torch is not None and torch.is_available() and torch.is_initialized() and not registered_groups:
         raise ConfigError(

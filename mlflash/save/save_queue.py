@@ -63,6 +63,7 @@ class SaveQueue:
         self.reservations = ReservedSaves(self._post_failure, config.timeout_s)
         self.last_step: int | None = None  # the newest step saved or restored; the next one must be larger
         self.undefined = ""  # why the state is undefined: a restore failed after it had changed some of it
+        self.after_save: Callable[[Snapshot], None] = lambda snapshot: None  # called at the end of each `save`
         self._flattener = Flattener()
         self.lazy = LazySaves(config.lazy, speaks=trainer.ranks.rank == 0)
         self.stage = Staging(trainer.copy_threads, config.timeout_s, trainer.provenance)
@@ -71,7 +72,9 @@ class SaveQueue:
     def save(self, step: int, state: object, until: object = None) -> Snapshot:
         """Stage a state and post the rest; see `Checkpointer.save`."""
         self.reservations.wait()
-        return self._save(step, lambda save: self._fill(save, self._flattener.flatten(state), until))
+        snapshot = self._save(step, lambda save: self._fill(save, self._flattener.flatten(state), until))
+        self.after_save(snapshot)
+        return snapshot
 
     def begin(self, step: int, thread: threading.Thread) -> ReservedSave:
         """Announce that a save follows; see `AdapterAPI.begin`."""

@@ -175,6 +175,7 @@ def _failing(real: Callable[..., Any], probability: Callable[[], float], number:
 def process_globals() -> dict[tuple[Any, str], Any]:
     """The module variables that each process has of its own, as they are in a new process."""
     import mlflash.channel.connection as connection
+    import mlflash.checkpointer.checkpointer as checkpointer
     import mlflash.checkpointer.process_end as process_end
     import mlflash.launch.program_mpi as program_mpi
     import mlflash.memory.node_directory as node_directory
@@ -183,7 +184,7 @@ def process_globals() -> dict[tuple[Any, str], Any]:
 
     return {
         (connection, "_connections"): [], (connection, "_starting"): None,
-        (program_mpi, "_pending"): [],
+        (program_mpi, "_pending"): [], (checkpointer, "joined"): [],
         (node_directory, "_locked_here"): set(), (process_end, "_open"): weakref.WeakKeyDictionary(),
         (lazy_saves.HOOK, "listeners"): weakref.WeakSet(), (lazy_saves.HOOK, "heard"): weakref.WeakSet(),
         (sys, "excepthook"): sys.__excepthook__, (decider_link, "_link"): None, (os, "environ"): dict(_REAL["environ"]),
