@@ -29,7 +29,7 @@ from ..newest import OnDisk, newest_complete, newest_in_memory
 from ..replacing import replaced
 from .checkpoint_io import PREFIX, step_of_path
 from .loops import StepEnds, go_on, restore_together
-from .packages import leave_mpi_alone
+from .packages import leave_mpi_alone, take_ranks_of_rounds
 from .states import ALIKE, state_of
 
 log = logging.getLogger("mlflash")
@@ -65,6 +65,7 @@ class Flash:
     ):  # fmt: skip
         intervals.check(every_n_steps, skip_every_n_steps)
         leave_mpi_alone()
+        take_ranks_of_rounds()
         super().__init__()
         self.checkpointer: Checkpointer | None = None
         self._every, self._skip, self._enabled = every_n_steps, skip_every_n_steps, enabled
@@ -85,6 +86,10 @@ class Flash:
             raise ConfigError("FSDPStrategy needs a device_mesh: without one mlflash cannot tell which part of a "
                               "tensor each shard is")  # fmt: skip
         self.checkpointer = Checkpointer(self._directory, **{**_shared(trainer), **self._settings})
+        rank = self.checkpointer.adapting.ranks.rank
+        if self.checkpointer.adapting.undefined and trainer.global_rank != rank:
+            raise ConfigError("make the Trainer inside the function that keep_alive calls, after MLFlashCallback and "
+                              "without a cluster environment", rank=rank, found=trainer.global_rank)  # fmt: skip
         self._take_over_start(trainer, trainer._checkpoint_connector)
         end_step = functools.partial(self._end_step, trainer)
         ends = StepEnds(trainer, self.checkpointer, self._every, self._skip, end_step)
@@ -112,6 +117,8 @@ class Flash:
             step, path = _choose(trainer, checkpointer, checkpoint_path)
             if step is None:
                 start(path, *args, **kwargs)
+                if path is not None:
+                    checkpointer.adapting.loaded_elsewhere()
                 return
             connector._ckpt_path = f"{PREFIX}{step}"
             connector._loaded_checkpoint, at = state_of(trainer).load(checkpointer, step)
@@ -160,7 +167,8 @@ def _shared(trainer: Any) -> dict[str, Any]:
 def _choose(trainer: Any, checkpointer: Checkpointer, path: Any) -> tuple[int | None, Any]:
     """Choose what to start from: a step in memory, or None and the path for Lightning. Collective."""
     if path is not None and str(path).startswith(PREFIX):
-        return step_of_path(checkpointer, str(path)), path
+        is_again = bool(checkpointer.adapting.undefined)  # `keep_alive` fits once more, because a rank was lost
+        return step_of_path(checkpointer, f"{PREFIX}newest" if is_again else str(path)), path
     disk = checkpointer.adapting.seen_by_first(lambda: _look(path)) if path else OnDisk(None)
     instead = f"step {trainer.global_step}, where this trainer is" if trainer.global_step else None
     newest = newest_in_memory(checkpointer, disk, instead)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from types import ModuleType
 
 from mlflash.channel import connection
+from mlflash.launch.launcher_variables import KEPT
 from mlflash.launch.pmi_client import is_refused
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
@@ -31,3 +33,22 @@ def leave_mpi_alone() -> None:
     if connection.find() is not None or is_refused():
         for module in modules("trainer.connectors.accelerator_connector"):
             module.MPIEnvironment.detect = staticmethod(lambda: False)
+
+
+def take_ranks_of_rounds() -> None:
+    """Let Lightning read its ranks from the variables of torchrun, if `keep_alive` may give this process other ranks.
+
+    Otherwise Lightning would compute a rank from that on the node, which a waiting process keeps when it takes the rank
+    of another one. Call it before you make a trainer. Not collective.
+    """
+    if KEPT in os.environ:
+        for module in modules("trainer.connectors.accelerator_connector"):
+            kind = module.TorchElasticEnvironment
+            kind.detect = staticmethod(lambda: True)
+            kind.local_rank = lambda self: _place()[1]
+            kind.node_rank = lambda self: _place()[0]
+
+
+def _place() -> tuple[int, int]:
+    """The number of the node, and of this process on it, where the process would be that had this rank at first."""
+    return divmod(int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))

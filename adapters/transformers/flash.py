@@ -148,6 +148,7 @@ class MLFlashCallback(TrainerCallback):
             self.checkpointer = stack.enter_context(Checkpointer(directory, **{**state.settings, **self._settings}))
             self._state = state
             stack.callback(self._forget)
+            goes_on = self._goes_on(trainer)
             stack.callback(state.close)
             self._say_when(trainer)
             if self._in_background:
@@ -163,13 +164,28 @@ class MLFlashCallback(TrainerCallback):
             # Callbacks may give the model other weights there, such as averages.
             hold_back = {name: once_staged(wait_staged, getattr(hooks, name)) for name in changing}
             stack.enter_context(replaced(hooks, **hold_back))
-            start = start_from(self.checkpointer, trainer.args.output_dir, state.whole) if resume is True else resume
+            start = resume
+            if resume is True or goes_on:
+                start = start_from(self.checkpointer, trainer.args.output_dir, state.whole)
             if isinstance(start, Found):
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlflash-")))
                 (folder / TRAINER_STATE_NAME).write_text(start.text)
                 stack.enter_context(state.loading(self.checkpointer, start))
                 start = str(folder)
+            elif start is not None:
+                self.checkpointer.adapting.loaded_elsewhere()
             yield start
+
+    def _goes_on(self, trainer: Any) -> bool:
+        """Whether a lost rank has interrupted this training, which `keep_alive` runs again. Not collective."""
+        assert self.checkpointer is not None
+        if not self.checkpointer.adapting.undefined:
+            return False
+        if trainer.args.process_index != self.checkpointer.adapting.ranks.rank:
+            raise ConfigError("make TrainingArguments and Trainer inside the function that keep_alive calls: they were "
+                              "made before this process had its rank", rank=self.checkpointer.adapting.ranks.rank,
+                              found=trainer.args.process_index)  # fmt: skip
+        return True
 
     def _say_when(self, trainer: Any) -> None:
         assert self.checkpointer is not None
