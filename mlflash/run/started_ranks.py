@@ -338,9 +338,9 @@ class KeptRanks(StartedRanks):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The nodes on which the ranks are now; if these are fewer than at first, also those on which they began."""
+        """The nodes on which the ranks are now; if these are fewer than at first, the nodes on which they began."""
         hosts = tuple(dict.fromkeys(self.membership.hosts))
-        return hosts if len(hosts) >= len(self._began_on) else tuple(dict.fromkeys((*hosts, *self._began_on)))
+        return hosts if len(hosts) >= len(self._began_on) else self._began_on
 
     @property
     def rounds(self) -> int:

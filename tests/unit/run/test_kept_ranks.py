@@ -126,7 +126,7 @@ def test_the_same_error_in_two_rounds_after_the_same_step_is_the_end(
     tmp_path: Path, shell: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     trains = """
-            link.say({"trains": number, "step": 7, "times": {"all": 1.0}})
+            link.say({"trains": number, "step": 7, "times": {"all": 1.0}, "unit": 1})
             say("trains", number, seat.rank)
             while seat.rank == 1:
                 if f" trains {number} 0\\n" in open(folder + "/said").read():
