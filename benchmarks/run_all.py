@@ -1,10 +1,10 @@
-"""Runs every benchmark that has a folder, one after the other, and writes benchmarks/RESULTS.md.
+"""Runs every benchmark, one after the other, and writes benchmarks/RESULTS.md.
 
     python benchmarks/run_all.py [--only NAME ...] [--quick] [--out FILE]
 
-Each question is a separate program (benchmarks/NAME/run.py) with its own time limit. Its numbers are kept in
-benchmarks/results, which is not under version control. RESULTS.md has the newest numbers of all questions, so you can
-do a long run in parts. --only without names runs nothing.
+Each question is a separate program (benchmarks/NAME/run.py, or peers/recovery.py) with its own time limit. Its numbers
+are kept in benchmarks/results, which is not under version control. RESULTS.md has the newest numbers of all questions,
+so you can do a long run in parts. --only without names runs nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from bench.launch import HOME, run_until
 from bench.results import Result, read, report
 
 ORDER = ("save", "sizes", "restore", "startup", "training", "walltime", "gpu", "dcp", "megatron", "own_files", "parity",
-         "drain", "transport", "peers", "scale")  # fmt: skip
+         "drain", "transport", "peers", "recovery", "scale")  # fmt: skip
+PROGRAMS = {"recovery": HOME / "peers" / "recovery.py"}  # of a question without a folder of its own
 END_S = 20.0  # between SIGTERM and SIGKILL
 
 
@@ -55,7 +56,8 @@ def run(name: str, file: Path, quick: bool, limit_s: float) -> str:
     file.parent.mkdir(exist_ok=True)
     file.unlink(missing_ok=True)
     start_s = time.monotonic()
-    command = [sys.executable, str(HOME / name / "run.py"), "--json", str(file), "--timeout-s", str(0.9 * limit_s)]
+    program = PROGRAMS.get(name, HOME / name / "run.py")
+    command = [sys.executable, str(program), "--json", str(file), "--timeout-s", str(0.9 * limit_s)]
     why = run_until([*command, *["--quick"] * quick], limit_s, END_S)
     print(f"--- {name}: {time.monotonic() - start_s:.0f} s {why}", flush=True)
     return why

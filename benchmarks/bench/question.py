@@ -15,7 +15,7 @@ from .results import keep, machine
 from .rows import Row, grids, show
 
 # Arguments that the header does not repeat.
-NOT_SETTINGS = ("json", "timeout_s", "list", "peers", "shapes", "place", "only", "disk")
+NOT_SETTINGS = ("json", "timeout_s", "list", "peers", "shapes", "place", "only", "disk", "pythons")
 
 
 class Question:
