@@ -30,7 +30,7 @@ EventKind = Literal[
     "start", "save", "skip", "fail", "protect", "commit", "restore", "reprotect", "drain", "damage", "repair", "memory",
     "warning", "end", "suspect", "certified", "unrestorable", "uncaught",
 ]  # fmt: skip
-_JOURNAL_KINDS = ("start", "end", "finish", "guard", "recovered", "host_back", "late")
+_JOURNAL_KINDS = ("start", "end", "finish", "guard", "recovered", "moved", "hang", "host_back", "late")
 _LINE_STARTS = (b'{"event":', b'{"time": ')  # of a rank, and of `mlflash run`
 CLOCKS_APART_S = 1.0  # how far clocks may differ: those of nodes without a note, and that of `mlflash run` from theirs
 
