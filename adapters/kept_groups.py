@@ -37,7 +37,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from mlflash.errors import ConfigError
+from mlflash.errors import ConfigError, MlflashError
 from mlflash.events import Event
 from mlflash.launch.interfaces import own_address
 from mlflash.memory.process_names import read_stat
@@ -371,6 +371,7 @@ class TorchGroups:
         self._store: dist.TCPStore | None = None
         self._meets: tuple[str, int] | None = None  # where the store is
         progress.waits = _waits
+        self._unit: tuple[tuple[str, ...], int] | None = None  # as it was when these groups were there
         self._has_other_ranks = False  # whether models have the shards of other ranks
 
     def drop(self) -> None:
@@ -425,7 +426,10 @@ class TorchGroups:
             self._has_other_ranks = False
 
     def unit(self) -> int:
-        return unit(groups(), _wrapped())
+        names = tuple(_groups)
+        if self._unit is None or self._unit[0] != names:  # it looks at all objects, which takes a quarter of a second
+            self._unit = names, unit(groups(), _wrapped())
+        return self._unit[1]
 
     def take(self, rank: int, size: int) -> None:
         all_ranks = dist.get_world_size()
@@ -435,6 +439,9 @@ class TorchGroups:
         if _presumes and rank != dist.get_rank() and (knows or any(group.size() != all_ranks for group in groups())):
             begin_anew(rank)
         models = _wrapped()
+        if size != all_ranks and not unit(groups(), models):
+            raise MlflashError("the number of ranks cannot change any more, since the training has made a distributed "
+                               "tensor or a mesh of its own")  # fmt: skip
         places = [(group, *place(group, models, rank, size)) for group in groups()]
         for group, rank_in_group, ranks in places:
             group.take(rank_in_group, ranks)

@@ -120,6 +120,7 @@ class _Rounds:
             self._agent = connection.find_agent(self._config(), link.size)
             forked_spare.is_ready()
         link.on_lost.append(self._interrupt)
+        self._unit()  # it is known then when ranks are lost
         link.say({"ready": True})
         after, self._times = 0, _Times(time.monotonic())
         while True:
