@@ -28,14 +28,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store, Work
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
 from mlflash.errors import ConfigError, MlflashError
 from mlflash.events import Event
@@ -45,7 +43,21 @@ from mlflash.run.decider_link import Seat, is_spare, registered_groups
 from mlflash.run.forked_spare import begin_anew
 from mlflash.run.progress import progress
 
-from .resized import forget_meshes, instances, place, ranks_of, reshard, set_ranks, unit
+from .wrappers import (
+    buckets_of,
+    forget_meshes,
+    forget_step,
+    instances,
+    let_go,
+    meshes_of,
+    place,
+    ranks_of,
+    reshard,
+    set_ranks,
+    sort_key,
+    unit,
+    wrapped_models,
+)
 
 log = logging.getLogger("mlflash")
 
@@ -68,7 +80,6 @@ _QUIET_S = 10.0
 _ASLEEP_S, _LOOK_S = 0.3, 0.01
 _COMPUTES = "pt_gloo_runloop"  # torch's name for these threads
 _MEETS = timedelta(seconds=10)  # limit for all ranks to meet or connect; gloo would not notice a loss meanwhile
-_GIVEN = "_mlflash_buckets"  # the attribute of a DDP that has the buckets of its reducer
 _ON_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _drops = 0  # how often all groups were dropped
 _has_nccl = False  # whether groups use NCCL
@@ -400,7 +411,7 @@ class TorchGroups:
                 let_go(module)
             del sharded, module
             gc.collect()
-        if wrapped := _wrapped():
+        if wrapped := wrapped_models():
             raise ConfigError("a wrapped model of an earlier call still exists, and would take part in this one: make "
                               "wrapped models (DDP, FSDP2) inside the function that keep_alive calls, and keep neither "
                               "them nor the trainer elsewhere", found=type(wrapped[0]).__name__)  # fmt: skip
@@ -411,7 +422,7 @@ class TorchGroups:
         dist.init_process_group(BACKEND, rank=seat.rank, world_size=seat.size, timeout=self._timeout, store=store)
 
     def forget_step(self) -> None:
-        models = sorted(_wrapped(), key=_looks)
+        models = sorted(wrapped_models(), key=sort_key)
         known = [buckets_of(model) for model in models]
         store = dist.PrefixStore("buckets", self._store)
         store.set(str(dist.get_rank()), json.dumps(known))
@@ -428,21 +439,22 @@ class TorchGroups:
     def unit(self) -> int:
         names = tuple(_groups)
         if self._unit is None or self._unit[0] != names:  # it looks at all objects, which takes a quarter of a second
-            self._unit = names, unit(groups(), _wrapped())
+            self._unit = names, unit(groups(), wrapped_models())
         return self._unit[1]
 
     def take(self, rank: int, size: int) -> None:
         all_ranks = dist.get_world_size()
         if rank == dist.get_rank() and size == all_ranks:
             return
-        knows = any(type(thing) is DeviceMesh for thing in gc.get_objects())
-        if _presumes and rank != dist.get_rank() and (knows or any(group.size() != all_ranks for group in groups())):
+        is_other = _presumes and rank != dist.get_rank()
+        if is_other and (any(group.size() != all_ranks for group in groups()) or instances(DeviceMesh)):
             begin_anew(rank)
-        models = _wrapped()
+        models = wrapped_models()
         if size != all_ranks and not unit(groups(), models):
             raise MlflashError("the number of ranks cannot change any more, since the training has made a distributed "
                                "tensor or a mesh of its own")  # fmt: skip
-        places = [(group, *place(group, models, rank, size)) for group in groups()]
+        meshes = meshes_of(models)
+        places = [(group, *place(group, meshes, rank, size)) for group in groups()]
         for group, rank_in_group, ranks in places:
             group.take(rank_in_group, ranks)
         forget_meshes()
@@ -452,19 +464,6 @@ class TorchGroups:
 def _waits() -> bool:
     """Whether gloo still runs a collective of this process. Any thread."""
     return any(not work.is_completed() for group in groups() for work in list(group._works))
-
-
-def _looks(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
-    """Give a key to sort models by, the same on all ranks. Models with the same key are interchangeable."""
-    return [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
-
-
-def _wrapped() -> list[nn.Module]:
-    """Give all outermost modules of DDP and FSDP2."""
-    kinds = (DistributedDataParallel, FSDPModule)
-    modules = [module for module in gc.get_objects() if issubclass(type(module), kinds)]
-    inside = {id(part) for module in modules for part in module.modules() if part is not module}
-    return [module for module in modules if id(module) not in inside]
 
 
 def init_process_group(rank: int, size: int, timeout: timedelta, backend: str | None) -> None:
@@ -494,78 +493,6 @@ def init_process_group(rank: int, size: int, timeout: timedelta, backend: str | 
         store = dist.HashStore()
     dist.init_process_group(BACKEND, rank=rank, world_size=size, timeout=timeout, store=store)
     registered_groups[:] = [TorchGroups(timeout)]
-
-
-# DDP and FSDP2 forget a step that was left in the middle, because a collective failed when a rank was lost. DDP's
-# reducer waits for gradients that never come. DDP has no public call for this, so it gets a new reducer, as unpickling
-# does. FSDP2's modules still hold whole parameters, unreduced gradients, and the order in which modules ran. Its public
-# call is `FSDPModule.reset_iter_state`, since PyTorch 2.13; what that call does not expect is cleared before it.
-
-
-def forget_step(model: nn.Module, buckets: Sequence[str] = ()) -> None:
-    """Forget an unfinished step, in a model and all of its modules.
-
-    Collective over the groups of DDP, whose reducer compares the ranks. With FSDP2 alone it is not collective.
-    Afterwards parameters, optimizer and buffers have undefined values: restore them.
-
-    Args:
-        model: a model that an exception may have interrupted in forward or backward. Its gradients become None.
-        buckets: the buckets of each DDP in the model (`buckets_of`), the same on all ranks. Without them a new reducer
-            would change the order of gradients after its first step, so that sums of that step are rounded otherwise.
-            If buckets are missing or "", torch chooses them.
-    """
-    given = iter(buckets)
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            _make_reducer(module, next(given, ""))
-        elif isinstance(module, FSDPModule):
-            _forget_shards(module)
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
-def buckets_of(model: nn.Module) -> list[str]:
-    """Give the order in which each DDP in a model sends gradients, as torch writes it. "" before it is fixed."""
-    modules = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    # A new reducer does not report it before its third step, but it uses the buckets that it was given.
-    return [str(module._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices") or getattr(module, _GIVEN, ""))
-            for module in modules]  # fmt: skip
-
-
-def _make_reducer(module: DistributedDataParallel, buckets: str) -> None:
-    parameters, are_sparse = module._build_params_for_reducer()
-    names = module._build_debug_param_to_name_mapping(parameters)
-    choose = dist._compute_bucket_assignment_by_size
-    setattr(module, _GIVEN, buckets)
-    given = [[int(number) for number in bucket.split()] for bucket in buckets.split(",") if bucket.strip()]
-    if given:  # torch reads them from last to first
-        dist._compute_bucket_assignment_by_size = lambda *_: (given[::-1], [module.bucket_bytes_cap] * len(given))
-    try:
-        module._ddp_init_helper(parameters, are_sparse, names, module.static_graph)
-    finally:
-        dist._compute_bucket_assignment_by_size = choose
-    if module.static_graph:
-        module.reducer._set_static_graph()
-
-
-def _forget_shards(module: FSDPModule) -> None:
-    state: Any = module._get_fsdp_state()
-    if not state._is_root:  # its root does it, or it has never run
-        return
-    for inner in state._state_ctx.all_states:
-        for group in inner._fsdp_param_groups:
-            group._all_gather_result = None  # its collective has failed: waiting for it would raise the error again
-            for parameter in group.fsdp_params:
-                _forget_gradient(parameter)
-    module.reset_iter_state()
-
-
-def _forget_gradient(parameter: Any) -> None:
-    """Forget the gradient of a whole parameter. PyTorch does this itself since 2.15."""
-    if hasattr(parameter, "_unsharded_param"):  # otherwise this rank has not used it
-        parameter._unsharded_param.grad = None
-    if "unsharded_accumulated_grad" in vars(parameter):  # in 2.15 it is the gradient above, under another name
-        parameter.unsharded_accumulated_grad = None
 
 
 # The result of a collective of gloo, with a wait that can be interrupted, whatever gloo is doing. If a connection
@@ -682,17 +609,6 @@ class InterruptibleWork(dist.Work):
 # If a process is killed, its connections close and gloo raises an error. If a host is cut off, nothing arrives, and
 # gloo waits for its timeout, which is long in training. The connections are found by the addresses at which the ranks
 # listen. The ranks tell each other these through their store.
-
-
-def let_go(module: FSDPModule) -> None:
-    """Forget everything that FSDP2 knows about a module, which must not run again.
-
-    The graph of an unfinished backward refers to it by hooks, which the garbage collector cannot see. If something of
-    the module's trainer refers to that graph, all of them would stay forever.
-    """
-    state: Any = module._get_fsdp_state()
-    for part in (*state._fsdp_param_groups, state):
-        vars(part).clear()
 
 
 def _connect_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[ProcessGroupGloo, set[Address]]:

@@ -52,7 +52,7 @@ class Agent:
         self._hub_connections: dict[tuple[tuple[str, int], str], HubConnection] = {}
         self._strangers = Strangers()
         self._numbers = 0
-        self.move: Callable[[str, Callable[[str], None]], None] | None = None  # see `Ranks.move`
+        self.move: Callable[[str, Callable[[str], None]], None] | None = None  # see `RankProcesses.move`
         self._over = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._report)

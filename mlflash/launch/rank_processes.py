@@ -163,7 +163,7 @@ class RankProcesses:
         self._status_process: subprocess.Popen[bytes] | None = None
         self._asked: dict[int, tuple[float, dict[str, Any]]] = {}  # questions to it, and when they came
         self._strangers = Strangers(_STRANGERS, _CONNECT_S)
-        self._moves: list[Callable[[str], None]] = []  # the numbers of requests that `mlflash run` answers
+        self._moves: list[Callable[[str], None]] = []  # get the answers of `mlflash run`, by number
 
     async def serve(self, greeting: dict[str, Any]) -> int:
         """Do what `mlflash run` orders, until it says goodbye or is lost. No process that it has ordered is left then.

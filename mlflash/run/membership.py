@@ -251,13 +251,12 @@ class Membership:
         said = [member.stuck for member in staying if member.stuck is not None]
         if not said or self._has_finished() or any(at.idle_s < self._deadlines.hang_s / 2 for at in said):
             return  # somebody makes progress
-        counts = [at.count for at in said]
-        behind = [member for member in staying if member.stuck is not None and member.stuck.count < max(counts)]
-        behind = [member for member in behind if member.stuck is not None and member.stuck.count == min(counts)]
+        fewest, most = min(at.count for at in said), max(at.count for at in said)
+        behind = [member for member in staying if member.stuck is not None and member.stuck.count == fewest < most]
         hung = behind or [member for member in staying if member.stuck is None]
         if any(member.stuck is not None and member.stuck.idle_s < member.stuck.limit_s for member in hung):
             return  # its own steps take longer, and it says when it has taken too long
-        others = sorted({at.after for at in said if at.count == max(counts)})
+        others = sorted({at.after for at in said if at.count == most})
         for member in hung:
             at = member.stuck
             idle_s = at.idle_s if at else max(other.idle_s for other in said)

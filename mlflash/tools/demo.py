@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -263,39 +263,41 @@ def watch_ranks(console: Console) -> None:
     try:
         with Launch(folder / "ranks", ranks, [sys.executable, "-m", "mlflash", *run], env) as launch:
 
-            def show(name: str, size: int, after: int) -> None:
-                """Wait until so many ranks have ended a step after this one, and print it."""
+            def wait_for(holds: Callable[[], object], what: str) -> None:
                 deadline = time.monotonic() + _LAUNCH_TIMEOUT_S
-                while min(map(launch.last_step, range(size))) <= after or len(_events(folder, "start", name)) == 0:
+                while not holds():
                     if time.monotonic() > deadline or launch.launcher.poll() is not None:
-                        raise launch.failure(f"{size} ranks did not train in time")
+                        raise launch.failure(f"{what} did not come in time")
                     time.sleep(_POLL_S)
                     launch.read()
+
+            def show(size: int, after: int) -> None:
+                """Wait until so many ranks have ended a step after this one, and print it."""
+                wait_for(lambda: min(map(launch.last_step, range(size))) > after, f"a step of {size} ranks")
                 pids = ", ".join(str(launch.starts[rank][-1]["pid"]) for rank in range(size))
                 _print(
                     console, **{f"step {min(map(launch.last_step, range(size)))}": f"{size} ranks: processes {pids}"}
                 )
 
-            show("start", ranks, _KEPT_FROM)
+            show(ranks, _KEPT_FROM)
             launch.kill([doomed])
             _print(console, killed=f"rank {doomed}, process {launch.starts[doomed][-1]['pid']}")
-            show("recovered", ranks - 1, launch.finished + 1)
+            wait_for(lambda: _events(folder, "recovered"), "a recovery")
+            show(ranks - 1, launch.finished + 1)
             (recovered,) = _events(folder, "recovered")
             _print(console, recovered=f"{recovered['seconds']:.1f} s later, from step {recovered['step']}")
-            while not _events(folder, "moved") and launch.launcher.poll() is None:
-                time.sleep(_POLL_S)
-                launch.read()
-            show("moved", ranks, max(map(launch.last_step, range(ranks - 1))))
+            wait_for(lambda: _events(folder, "moved"), "the fourth rank")
+            show(ranks, max(map(launch.last_step, range(ranks - 1))))
     finally:
         shutil.rmtree(memory, ignore_errors=True)
     shutil.rmtree(folder)
 
 
-def _events(folder: Path, *names: str) -> list[dict[str, Any]]:
-    """The events of these names in the journal."""
+def _events(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The events of this name in the journal."""
     path = folder / "run.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    return [event for event in map(json.loads, lines) if event["event"] in names]
+    return [event for event in map(json.loads, lines) if event["event"] == name]
 
 
 def _print(console: Console, **rows: object) -> None:

@@ -26,7 +26,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from mlflash.adapters import kept_groups
-from mlflash.adapters.kept_groups import BACKEND, ExchangeableGroup, forget_step
+from mlflash.adapters.kept_groups import BACKEND, ExchangeableGroup
+from mlflash.adapters.wrappers import forget_step
 
 RANK, SIZE, KIND, PORT = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 PATIENCE = datetime.timedelta(seconds=60)

@@ -251,6 +251,8 @@ def test_all_go_on_if_some_do_not_come_to_the_next_save() -> None:
     assert job.hears() == {"a0": ["go on 1"], "b0": ["go on 1"]} and not job.killed
     job.it.paused("b0", 1, job.now)
     assert not job.hears() and job.it.round == 1
+    job.later(120)
+    assert job.hears() == {"a0": ["pause 1"], "b0": ["pause 1"]}, "the plan is made again"
 
 
 def test_the_rank_that_others_wait_for_hangs_and_is_replaced() -> None:
@@ -336,18 +338,6 @@ def test_a_hung_process_that_does_not_end_is_given_up_with_its_host() -> None:
     job.crash("b")
     job.leave("a0")
     assert job.it.round == 2
-
-
-def test_a_plan_that_was_given_up_is_made_again() -> None:
-    job = Job("a b", "c")
-    job.move("b")
-    job.it.saved("a0", 1, 10)
-    job.it.saved("b0", 1, 10)
-    job.it.paused("a0", 1, job.now)
-    job.later(120)
-    job.hears()
-    job.later(120)
-    assert job.hears() == {"a0": ["pause 1"], "b0": ["pause 1"]}
 
 
 def test_hosts_are_left_as_far_as_processes_wait() -> None:
