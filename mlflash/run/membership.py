@@ -227,6 +227,8 @@ class Membership:
         if number != self.round or self._phase != "training":
             return
         staying, is_first = self._staying(), self._judge_at == NEVER
+        if any(member.hung for member in staying):  # it was killed, and its end has not been reported yet
+            return
         self.members[name].stuck = at
         if is_first:
             self._judge_at = now + self._deadlines.lost_s

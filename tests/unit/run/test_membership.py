@@ -264,6 +264,9 @@ def test_the_rank_that_others_wait_for_hangs_and_is_replaced() -> None:
     job.stuck("b0", 11, idle_s=70.5)
     assert job.killed == ["b0"]
     event, fields = job.notes[-1]
+    job.stuck("a0", 12)  # it says so by itself, and was asked
+    job.stuck("b0", 11)
+    assert job.killed == ["b0"] and not job.given_up and len(job.notes) == 1
     assert event == "hang" and fields["rank"] == 1 and fields["seconds"] == 70.5 and fields["others"] == ["allreduce"]
     job.end("b0")
     job.hears()
