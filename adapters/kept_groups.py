@@ -83,6 +83,7 @@ _MEETS = timedelta(seconds=10)  # limit for all ranks to meet or connect; gloo w
 _ON_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _drops = 0  # how often all groups were dropped
 _has_nccl = False  # whether groups use NCCL
+_all_ranks = 0  # of the job, while there are groups
 _presumes = False  # whether groups are made without other processes
 
 
@@ -197,7 +198,7 @@ class ExchangeableGroup(ProcessGroup):
 def _passed_on(name: str) -> Callable[..., Work]:
     def call(self: ExchangeableGroup, *args: Any, **named: Any) -> Work:
         connections = self.connections
-        progress.collective(name, self._size == dist.get_world_size() and name not in _BETWEEN_TWO)
+        progress.collective(name, self._size == _all_ranks and name not in _BETWEEN_TWO)
         work: Work = getattr(connections, name)(*args, **named)
         if not isinstance(connections, FakeProcessGroup):
             return work if _has_nccl and _is_on_device(args) else self.watched(work)
@@ -415,7 +416,8 @@ class TorchGroups:
             raise ConfigError("a wrapped model of an earlier call still exists, and would take part in this one: make "
                               "wrapped models (DDP, FSDP2) inside the function that keep_alive calls, and keep neither "
                               "them nor the trainer elsewhere", found=type(wrapped[0]).__name__)  # fmt: skip
-        store = self._open_store(seat, share)
+        global _all_ranks
+        _all_ranks, store = seat.size, self._open_store(seat, share)
         _forget_connections()
         if dist.is_initialized():  # otherwise another rank was lost at this point
             dist.destroy_process_group()
@@ -443,7 +445,8 @@ class TorchGroups:
         return self._unit[1]
 
     def take(self, rank: int, size: int) -> None:
-        all_ranks = dist.get_world_size()
+        global _all_ranks
+        _all_ranks, all_ranks = size, dist.get_world_size()
         if rank == dist.get_rank() and size == all_ranks:
             return
         is_other = _presumes and rank != dist.get_rank()
@@ -476,7 +479,8 @@ def init_process_group(rank: int, size: int, timeout: timedelta, backend: str | 
         timeout: timeout of each call.
         backend: one of `BACKENDS`.
     """
-    global _has_nccl
+    global _all_ranks, _has_nccl
+    _all_ranks = size
     _has_nccl = backend != "gloo" and torch.cuda.is_available() and dist.is_nccl_available()
     if not _has_nccl and backend == "nccl":
         raise ConfigError("there is no NCCL for this backend", expected="a GPU and NCCL", found=backend)
