@@ -138,7 +138,7 @@ class Checkpointer:
         """Copy the state into this rank's slot; it is then protected and committed in the background.
 
         Collective over comm in the sense that all ranks save the same steps in the same order. No rank waits for
-        another here, unless both slots are busy or the state has grown. You may change ``state`` when it returns.
+        another here, unless all slots are busy or the state has grown. You may change ``state`` when it returns.
 
         Args:
             step: training step, 0 or more, larger than the one before.
@@ -300,8 +300,8 @@ class Checkpointer:
     def drain(self) -> Drain:
         """Write the checkpoint that was committed or restored last to the directory, in the background.
 
-        Collective over comm. Waits for the previous drain and for all saves so far. If ``drain_every`` is 0 there are
-        only two slots, and the second save from now waits for the drain.
+        Collective over comm. Waits for the previous drain and for all saves so far. If ``drain_every`` is 0 there is
+        no slot for drains, and one of the next saves waits for the drain.
 
         Returns:
             The drain. Its ``wait()`` returns when the checkpoint is in the directory.

@@ -127,7 +127,7 @@ def run(save: Save, state: CourierState, committed_now: Callable[[], None] = lam
             state.recorder.skipped(save.request.step)  # now, because a waiting caller may ask for it next
     finally:  # the save is agreed on, whatever happens next
         state.tell_trainer()  # before a caller that waits for the save continues
-        skipped = SaveFailed("skipped: both slots of a rank were busy") if save.skipped else error
+        skipped = SaveFailed("skipped: all slots of a rank were busy") if save.skipped else error
         save.trainer.ended(skipped, save.skipped)
     if error is not None:
         raise error
@@ -174,7 +174,7 @@ def _announce(save: Save, state: CourierState) -> bool:
         if save.share is not None and request.plan is not None and request.plan.share_extents is not None:
             own.append((save.share, pool.shares, request.plan.share_extents))
         demand = [(slot, size.nbytes) for slot, _, size in own] + demand  # own slots first: training waits for them
-        if request.waits_for_room:  # both slots of a pair at once: the main thread waits and uses neither
+        if request.waits_for_room:  # all slots at once: the main thread waits and uses none
             demand += [(other, size.nbytes) for slot, pair, size in own for other in pair if other is not slot]
     grow = any(needs_room(slot, nbytes) for slot, nbytes in demand)
     step = request.step

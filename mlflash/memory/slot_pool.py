@@ -1,7 +1,8 @@
 """The slots of this rank: two of its own, two for its share, two for each copy that it holds, two for its parity.
 
-There are two of each because the last committed one is never written: a save goes into the other one. If checkpoints
-are drained, there is a third own one, because reading one may take long.
+There are two of each because the last committed one is never written: a save goes into the other one. If steps are
+certified, there are one or two more of each (`config.slots_of`). If checkpoints are drained, there is one more own one,
+because reading one may take long.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def _lease_slots(trainer: TrainerState, old: OpenCheckpoint, nbytes: int, gives_
     def lease() -> tuple[Slot, Slot]:
         leased = slots.take(0, old, leave=True)
         if leased is None:
-            raise SaveFailed("both slots of a rank are in use: views that load(copy=False) returned may still "
+            raise SaveFailed("all slots of a rank are in use: views that load(copy=False) returned may still "
                              "exist", step=old.step)  # fmt: skip
         return leased
 

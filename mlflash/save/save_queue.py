@@ -339,9 +339,9 @@ class SaveQueue:
         while (taken := self._slots.take(0.05, request)) is None:
             self._refuse_if_stuck(save)
             if time.monotonic() > end:
-                held = "both slots are still busy with earlier saves"
+                held = "all slots are still busy with earlier saves"
                 if self._trainer.is_unprotected:
-                    held = "the restored step has no full redundancy yet, and both slots are needed for it"
+                    held = "the restored step has no full redundancy yet, and all slots are needed for it"
                 raise self._failure(save, held)
         return taken
 

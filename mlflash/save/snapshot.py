@@ -25,7 +25,7 @@ class Snapshot:
         stall_s: how long ``save`` kept training waiting, seconds.
         commit_s: seconds from the call of ``save`` to the commit; None before the commit. A small state may be
             committed a moment before ``save`` returns.
-        skipped: whether all ranks skipped this save because both slots of one rank were busy, or because mlflash is
+        skipped: whether all ranks skipped this save because all slots of one rank were busy, or because mlflash is
             off.
     """
 

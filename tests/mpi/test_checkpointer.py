@@ -190,7 +190,7 @@ def test_when_busy_skip_skips_on_all_ranks_or_on_none(options: dict[str, Any]) -
         assert step == newest and same(state, state_at(newest))
         for snapshot in snapshots:
             if snapshot.skipped:
-                with pytest.raises(errors.SaveFailed, match="both slots"):
+                with pytest.raises(errors.SaveFailed, match="all slots"):
                     snapshot.wait()
 
 
