@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pickle
+import struct
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-from ..errors import ConfigError, StateError, StructureMismatch
+from ..errors import ConfigError, MlflashError, StateError, StructureMismatch, text_of
 from ..state.boxes import box
 from ..storage.store import SAFETENSORS, TORCH_CHECKPOINTING, Directory, Store, format_of, open_store
 
@@ -29,6 +30,9 @@ _NUMPY: list[Any] = [
     np.ndarray, np.dtype, np.array(0).__reduce__()[0], np.float64(0).__reduce__()[0],
     *{type(np.dtype(code)) for code in "?bhilqBHILQefdgFDGSUV"},
 ]  # fmt: skip
+# What PyTorch and pickle raise at damaged bytes.
+_DAMAGE = (pickle.UnpicklingError, struct.error, AttributeError, EOFError, LookupError, RuntimeError, TypeError,
+           ValueError)  # fmt: skip
 _INDEX = "model.safetensors.index.json"
 
 
@@ -54,6 +58,15 @@ def read_dcp(path: str | os.PathLike[str], trust_pickle: bool = False) -> dict[s
     if format_of(store.names()) == SAFETENSORS:
         return _read_safetensors(store)
     metadata = _read_metadata(store, trust_pickle)
+    try:
+        return _read_all(store, metadata, trust_pickle)
+    except MlflashError:
+        raise
+    except _DAMAGE as error:
+        raise StructureMismatch("the .metadata of this checkpoint is damaged", found=text_of(error)) from error
+
+
+def _read_all(store: Store, metadata: Any, trust_pickle: bool) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, described in metadata.state_dict_metadata.items():
         if isinstance(described, dcp.TensorStorageMetadata):
@@ -88,7 +101,10 @@ def _read(store: Store, metadata: Any, key: str, offset: Any, trust_pickle: bool
     if info.transform_descriptors:
         raise StructureMismatch("this checkpoint was written with extensions of DCP, which only DCP can read",
                                 tensor=key, found=info.transform_descriptors)  # fmt: skip
-    raw = store.read(name, info.offset, info.length)
+    try:
+        raw = store.read(name, info.offset, info.length)
+    except FileNotFoundError:
+        raise StructureMismatch("a file of this checkpoint is missing", tensor=key, found=name) from None
     if len(raw) != info.length:
         raise StructureMismatch("a file of this checkpoint is too short", tensor=key,
                                 expected=f"{info.length} bytes at {info.offset} of {name}",
@@ -99,6 +115,10 @@ def _read(store: Store, metadata: Any, key: str, offset: Any, trust_pickle: bool
     except pickle.UnpicklingError as error:
         reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error))
         raise StateError(f"this object is more than plain data. {_HINT}", tensor=key, found=reason[:200]) from None
+    except _DAMAGE as error:
+        raise StructureMismatch("a file of this checkpoint is damaged", tensor=key,
+                                found=f"{info.length} bytes at {info.offset} of {name}: {text_of(error)}"
+                                ) from error  # fmt: skip
 
 
 class _Properties(dcp.TensorProperties):  # type: ignore[misc]
@@ -145,10 +165,10 @@ def _read_metadata(store: Store, trust_pickle: bool) -> Any:
     raw = io.BytesIO(store.read(".metadata"))
     try:
         metadata = _Unpickler(raw, trust_pickle).load()
-    except (pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
-        if isinstance(error, StateError):
-            raise
-        raise StructureMismatch("the .metadata of this checkpoint is damaged", found=error) from None
+    except MlflashError:
+        raise
+    except _DAMAGE as error:
+        raise StructureMismatch("the .metadata of this checkpoint is damaged", found=text_of(error)) from error
     if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.storage_data, dict):
         raise StructureMismatch("the .metadata of this checkpoint has another type", found=type(metadata))
     return metadata

@@ -314,6 +314,12 @@ def test_nothing_in_a_checkpoint_runs_unless_trusted(tmp_path: Path, monkeypatch
     assert not Path("ran").exists()
 
 
+def replaced(raw: bytes, old: bytes, new: bytes, count: int) -> bytes:
+    """Replace bytes that occur so often or more often."""
+    assert raw.count(old) >= count
+    return raw.replace(old, new, count)
+
+
 def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StructureMismatch, match=r"no \.metadata"):
         read_dcp(tmp_path)
@@ -325,17 +331,25 @@ def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     file.write_bytes(raw[:-10])
     with pytest.raises(StructureMismatch, match=r"too short .*at 'b'"):
         read_dcp(tmp_path)
+    file.write_bytes(replaced(raw, b"PK\x05\x06", bytes(4), 1))
+    with pytest.raises(StructureMismatch, match=r"a file of this checkpoint is damaged .*at 'b'"):
+        read_dcp(tmp_path)
     file.write_bytes(raw)
-    for damaged in (described[:-20], b"", b"\x80\x04N."):
+    nameless = replaced(described, b"sizes", b"sizez", 1)
+    for damaged in (described[:-20], b"", b"\x80\x04N.", nameless):
         metadata.write_bytes(damaged)
         with pytest.raises(StructureMismatch, match=r"is damaged|another type"):
             read_dcp(tmp_path)
-    metadata.write_bytes(described.replace(b"\x0c__0_0.distcp", b"\x0c../_0.distcp"))
+    metadata.write_bytes(replaced(described, b"__0_0.distcp", b"../_0.distcp", 1))
     with pytest.raises(StructureMismatch, match="names no file of this directory"):
         read_dcp(tmp_path)
-    metadata.write_bytes(described.replace(b"K\x64\x85", b"K\x63\x85", 1))
-    with pytest.raises(StructureMismatch, match=r"parts of this tensor|another shape"):
+    metadata.write_bytes(replaced(described, b"__0_0.distcp", b"__0_9.distcp", 1))
+    with pytest.raises(StructureMismatch, match=r"a file of this checkpoint is missing .*at 'a'"):
         read_dcp(tmp_path)
+    for sizes, why in ((1, "parts of this tensor are not in"), (2, "a part of this tensor has another shape")):
+        metadata.write_bytes(replaced(described, b"K\x64\x85", b"K\x63\x85", sizes))
+        with pytest.raises(StructureMismatch, match=why):
+            read_dcp(tmp_path)
 
 
 # Hugging Face
