@@ -272,7 +272,12 @@ class RankProcesses:
 
     def _leave_node(self) -> None:
         """Ask that all ranks leave this node, because it is about to be gone."""
-        self.move("", lambda why_not: self._say(f"received SIGPWR: {why_not or 'its ranks move'}"))
+
+        def answer(why_not: str) -> None:
+            stay = f"its ranks stay, because {why_not}"
+            self._say(f"received SIGPWR: {stay if why_not else 'its ranks move after the next save'}")
+
+        self.move("", answer)
 
     def _pass_on(self, number: int) -> None:
         if not self._ranks:  # there is no rank that could handle the signal

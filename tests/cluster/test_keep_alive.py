@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from cluster.nodes import Nodes
 from kept_run import MLFLASH, TRAINER, KeptRun, uninterrupted
+from processes import is_agent
 from waiting import until
 
 pytest.importorskip("torch.distributed")
@@ -113,13 +114,26 @@ def test_fewer_ranks_train_on_and_more_when_the_node_is_back(
     print(kind, run.log())
 
 
-def test_ranks_leave_a_node_after_a_save_and_no_step_is_lost(start: Any, nodes: Nodes, expected: list[str]) -> None:
-    run = start(hold_at=20)
+def warn(nodes: Nodes, host: str) -> None:
+    """Send SIGPWR to the agent of a node."""
+    (agent,) = filter(is_agent, nodes.running(host))
+    os.kill(agent, signal.SIGPWR)
+
+
+@pytest.mark.parametrize("how", ["mlflash move", "SIGPWR"])
+def test_ranks_leave_a_node_after_a_save_and_no_step_is_lost(
+    start: Any, nodes: Nodes, expected: list[str], how: str
+) -> None:
+    run = start(hold_at=20, pause=0.02)
     run.wait_for(18)
-    told = nodes.command("host2", [MLFLASH, "move", "--job", "kept"])
-    assert subprocess.run(told, capture_output=True, text=True, timeout=60, check=True).stdout.startswith(
-        "this node is"
-    )
+    run.wait_for_spare("host4")
+    if how == "SIGPWR":
+        warn(nodes, "host2")
+        until(lambda: "on host2: received SIGPWR: its ranks move" in run.log(), run.log)
+    else:
+        told = nodes.command("host2", [MLFLASH, "move", "--job", "kept"])
+        said = subprocess.run(told, capture_output=True, text=True, timeout=60, check=True).stdout
+        assert said.startswith("this node is")
     run.go_on()
     assert run.wait() == 0, run.log()
     ends = run.ends()
@@ -139,8 +153,12 @@ def test_a_node_that_nobody_can_take_is_not_left(start: Any, nodes: Nodes) -> No
     told = nodes.command("host1", [MLFLASH, "move", "host2", "--job", "kept"])
     refused = subprocess.run(told, capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 1 and "are too few for 3 ranks" in refused.stderr
+    warn(nodes, "host3")
+    why_not = "on host3: received SIGPWR: its ranks stay, because 2 processes on other hosts are too few for 3 ranks"
+    until(lambda: why_not in run.log(), run.log)
     run.go_on()
     assert run.wait() == 0, run.log()
+    assert [end["node"] for end in run.ends()] == ["host1", "host2", "host3"] and not run.events("moved")
 
 
 def test_a_rank_that_hangs_is_named_and_replaced(start: Any, nodes: Nodes, expected: list[str]) -> None:

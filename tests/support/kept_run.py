@@ -48,6 +48,10 @@ class Kept(Results):
         until(lambda: all(any(int(line[1]) >= step for line in self.steps(rank)) for rank in range(self.ranks)),
               lambda: f"step {step}:\n{self.log()}")  # fmt: skip
 
+    def wait_for_spare(self, host: str) -> None:
+        """Wait until a process on a host can take a rank."""
+        until(lambda: [*self.out.glob(f"waits-{host}-*")], lambda: f"a spare on {host}:\n{self.log()}")
+
     def host_of(self, rank: int) -> str:
         return self.last_step(rank)[4]
 

@@ -1,7 +1,7 @@
 """A training for tests of `mlflash run --keep-alive`: it goes on in the same processes when others are lost.
 
 Usage: kept_trainer.py OUT LAST [JSON]. Each rank adds a line for each step to OUT/steps-RANK, and writes a digest of
-its final state to OUT/end-RANK. JSON:
+its final state to OUT/end-RANK. Each process notes in OUT/waits-HOST-PID that it is about to wait for a rank. JSON:
 
 - ``kind`` of the model (ddp, compiled, fsdp, hsdp, tp), its ``device`` and ``dropout``, ``settings`` of the
   Checkpointer, ``pause`` seconds a step;
@@ -9,7 +9,7 @@ its final state to OUT/end-RANK. JSON:
   ``die_in``: a list of rank and crash point of a recovery, at each of which it does so;
 - ``hang``: a list of rank and step, at each of which the process that has this rank waits for ever, once;
 - ``attacked``: who attacks it writes a rank and a place, or a crash point, into OUT/die, and the process that takes the
-  file dies there; each process notes in OUT/waits-HOST-PID that it is about to wait;
+  file dies there;
 - ``digests``: what is noted of the state in OUT/digests-RANK, "entries": at each entry, "steps": after each step;
 - ``hold_at``: the step that rank 0 does not begin before there is a file "go on"; ``holds``: steps, each of which it
   does not begin before there is a file "go on STEP";
@@ -209,10 +209,10 @@ def main() -> None:
         link = decider()
         assert link is not None
         link.on_lost.append(lambda number: faulthandler.dump_traceback_later(LATE_S))  # who does not leave says where
-        (OUT / f"waits-{os.uname().nodename}-{os.getpid()}").touch()
     if KIND == "compiled":  # so that who waits has compiled it
         model(torch.ones(BATCH, WIDTH, device=DEVICE)).sum().backward()
         optimizer.zero_grad()
+    (OUT / f"waits-{os.uname().nodename}-{os.getpid()}").touch()
     rank = mlflash.keep_alive(train, state, OPTIONS.get("directory"), **OPTIONS.get("settings", {}))
     left = {kind: len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")}
     said = {"digest": digest_now(), "pid": os.getpid(), "entries": entries, "node": os.uname().nodename, **left}

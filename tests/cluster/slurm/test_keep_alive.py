@@ -39,8 +39,9 @@ def test_a_lost_node_ends_its_own_step_only(slurm: Slurm, power_cut: bool) -> No
 
 
 def test_ranks_leave_a_node_that_is_drained_and_no_step_is_lost(slurm: Slurm, tmp_path: Path) -> None:
-    training = KeptJob(slurm, 2, 40, hold_at=20)
+    training = KeptJob(slurm, 2, 40, hold_at=20, pause=0.02)
     training.wait_for(18)
+    training.wait_for_spare("host3")
     before = training.last_step(0)[2]
     slurm.run("scontrol", "update", "nodename=host2", "state=drain", "reason=test")
     said = "host2 is draining: its ranks move after the next save"
