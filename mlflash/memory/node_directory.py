@@ -245,8 +245,8 @@ class NodeDirectory:
     def _hold(self, wanted: list[tuple[int, int]], wait_s: float) -> None:
         """Lock ranges of the lock file; length 0: to the end of the file, wherever it is."""
         self._lock_fd = self.open(_LOCK_NAME, os.O_RDWR | os.O_CREAT)
+        deadline = time.monotonic() + wait_s
         for start, length in wanted:
-            deadline = time.monotonic() + wait_s
             while not self._try_lock(start, length):
                 if time.monotonic() > deadline:
                     raise JobInUse(
@@ -417,8 +417,11 @@ def held_by_jobs(memory: str) -> dict[str, int]:
     return held
 
 
-def clean(memory: str, job: str) -> int:
+def clean(memory: str, job: str, wait_s: float = 0.0) -> int:
     """Delete what a job holds in the memory of this node; return the bytes freed.
+
+    Args:
+        wait_s: how long to wait for processes of the job that still end.
 
     Raises:
         JobInUse: the job is alive; nothing of this node was deleted.
@@ -426,7 +429,7 @@ def clean(memory: str, job: str) -> int:
     """
     held = NodeDirectory(memory, job)
     try:
-        held.lock(0, 1, wait_s=0)
+        held.lock(0, 1, wait_s)
         return held.wipe()
     finally:
         held.close()

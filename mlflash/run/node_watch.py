@@ -105,6 +105,7 @@ class Looks:
         self._warned: set[str] = set()
 
     def clean(self, hosts: Sequence[str]) -> None:
+        """Delete what the job holds on nodes, as soon as its couriers there have ended."""
         cleaned = self._agents.ask(hosts, "clean", LOOK_S, **self._of_job)
         if left := [host for host in hosts if host not in cleaned]:
             log.warning("the slots stay in the memory of %s, because cleaning it failed", ", ".join(left))

@@ -29,6 +29,7 @@ from .node_memory import look
 
 _LARGEST_NBYTES = 1 << 24
 _FLAGS_OF, _UP_AND_RUNNING = 0x8913, 0x41  # SIOCGIFFLAGS; IFF_UP | IFF_RUNNING
+_ENDS_S = 10.0  # limit for couriers of a job that has just failed to end; see `courier.main.ORPHAN_S`
 _GPU_S = 20.0  # nvidia-smi can hang on a GPU that fell off the bus
 
 
@@ -50,8 +51,8 @@ def _jobs(memory: str) -> dict[str, Any]:
 
 
 def _clean(memory: str, job: str) -> int:
-    """Delete what an ended job holds on this node; return the bytes freed."""
-    return clean(memory, job) + leftovers(memory, job)
+    """Delete what a job holds on this node as soon as its last courier has ended; return the bytes freed."""
+    return clean(memory, job, _ENDS_S) + leftovers(memory, job)
 
 
 def _stacks(pids: list[int]) -> None:

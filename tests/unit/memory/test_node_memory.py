@@ -7,10 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from processes import killed_in_the_end
+from waiting import is_in, until
 
 from mlflash import errors
 from mlflash.cli import main
@@ -19,6 +22,7 @@ from mlflash.memory.node_directory import NodeDirectory, clean, held_by_jobs, jo
 from mlflash.memory.shared_memory_segment import attach, create, grow, lend
 from mlflash.memory.slot_pool import AssignedFiles, SlotPool
 from mlflash.telemetry.heartbeat import RankFacts, TrainerHeartbeat, live_jobs, read_heartbeats
+from mlflash.tools import status_process
 
 UID = os.getuid()
 
@@ -112,6 +116,25 @@ def test_where_somebody_took_this_users_directory_first_the_next_name_is_used_an
     NodeDirectory(str(shm), "new").close()
     assert NodeDirectory(str(shm), "j").slot_names() == ["slot-0000"]
     assert (jobs_of(str(shm)), clean(str(shm), "j")) == (["j", "k", "new"], 4096)
+
+
+def test_a_run_that_gives_up_cleans_when_its_couriers_have_ended(shm: Path) -> None:
+    hold = "import sys; from mlflash.memory.node_directory import NodeDirectory; held = NodeDirectory(sys.argv[1], 'j')"
+    hold += "; held.lock(0, 1); print('held', flush=True); sys.stdin.read()"
+    freed: list[int] = []
+    with killed_in_the_end([sys.executable, "-c", hold, str(shm)], stdin=subprocess.PIPE,
+                           stdout=subprocess.PIPE, text=True) as courier:  # fmt: skip
+        assert courier.stdout.readline() == "held\n"
+        memory = NodeDirectory(str(shm), "j")
+        create(memory, 4096)
+        cleaning = threading.Thread(target=lambda: freed.append(status_process._clean(str(shm), "j")))
+        cleaning.start()
+        until(lambda: is_in(cleaning, NodeDirectory._hold) or not cleaning.is_alive(), "the wait for a courier")
+        assert memory.slot_names() == ["slot-0000"]
+        courier.stdin.close()
+        cleaning.join()
+    assert freed == [4096] and memory.slot_names() == []
+    memory.close()
 
 
 def test_a_memory_where_nothing_can_be_made_is_named(shm: Path) -> None:
