@@ -84,8 +84,8 @@ def _why_unread(document: Any, of_job: bool) -> str:
     """Why the status of a node cannot be read; "" if it can. That node may have another version of mlflash."""
     kinds: dict[str, Any] = {"jobs": list}
     if of_job:
-        kinds = {"free": int, "gpus": int, "gpu_error": str, "interface": bool | None, "heartbeats": list,
-                 "steps": list}  # fmt: skip
+        kinds = {"free": int, "memory_error": str, "gpus": int, "gpu_error": str, "interface": bool | None,
+                 "heartbeats": list, "steps": list}  # fmt: skip
     if not isinstance(document, dict):
         return "cannot be read: it is not what mlflash.tools.status_process says"
     if wrong := [name for name, kind in kinds.items() if not isinstance(document.get(name, ...), kind)]:
@@ -139,6 +139,8 @@ class Looks:
         status = self._status.get(host)
         if status is None:
             return "it does not answer"
+        if status["memory_error"]:
+            return str(status["memory_error"])
         if status["gpus"] < self._gpus:
             why = f" ({status['gpu_error']})" if status["gpu_error"] else ""
             return f"{status['gpus']} of {self._gpus} GPUs answer{why}"

@@ -34,12 +34,18 @@ _GPU_S = 20.0  # nvidia-smi can hang on a GPU that fell off the bus
 
 
 def status(memory: str, job: str, interface: str) -> dict[str, Any]:
-    """The status of this node. Not collective."""
-    space = os.statvfs(memory)
+    """The status of this node. Not collective. ``memory_error`` says why no rank can have slots here."""
+    memory_error, free = "", 0
+    try:
+        space = os.statvfs(memory)
+        free = space.f_bavail * space.f_frsize
+    except OSError as error:
+        memory_error = (f"the directory of its slots, {memory}, cannot be used ({error.strerror}): create it, or give "
+                        "another one by MLFLASH_MEMORY or --memory")  # fmt: skip
     heard = read_heartbeats(memory, job)
     gpus, gpu_error = _gpus()
     return {
-        "host": socket.gethostname(), "free": space.f_bavail * space.f_frsize, "gpus": gpus, "gpu_error": gpu_error,
+        "host": socket.gethostname(), "free": free, "memory_error": memory_error, "gpus": gpus, "gpu_error": gpu_error,
         "interface": _is_up(interface) if interface else None,
         "heartbeats": heard.heartbeats, "unread": heard.unread, "version": __version__,
         "steps": sorted({header.step for _, header in look(memory, job, "").sealed}),

@@ -172,6 +172,7 @@ def look_everywhere(agents: Agents, memory: str, job: str) -> Look:
     answers, unread = ask(agents, hosts, "status", memory=memory, job=job, interface="")
     heartbeats = [heartbeat for document in answers.values() for heartbeat in document["heartbeats"]]
     free = tuple((host, int(document["free"])) for host, document in answers.items())
+    unread += [f"{host}: {document['memory_error']}" for host, document in answers.items() if document["memory_error"]]
     return Look(at, _newest(heartbeats), free, tuple(host for host in hosts if host not in answers),
                 unread=tuple(unread))  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import ran
 
 from mlflash.launch.cause import Cause
 from mlflash.run import first_node_guard
@@ -146,7 +148,8 @@ class Nodes:
 
 
 def say(*heartbeats: dict[str, Any]) -> dict[str, Any]:
-    return {"free": 1, "gpus": 0, "gpu_error": "", "interface": None, "steps": [], "heartbeats": [*heartbeats]}
+    return {"free": 1, "memory_error": "", "gpus": 0, "gpu_error": "", "interface": None, "steps": [],
+            "heartbeats": [*heartbeats]}  # fmt: skip
 
 
 def test_a_look_runs_nothing_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,3 +195,15 @@ def test_a_job_without_a_name_is_asked_for_one(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delenv(name, raising=False)
     told = CliRunner().invoke(run, ["-N", "1", "--", "true"])
     assert told.exit_code == 2 and "give --directory" in told.output and "--job" in told.output
+
+
+def test_a_node_without_the_directory_of_the_slots_is_named_with_what_to_do(tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    words = ["run", "-N", "1", "--job", "j", "--journal", tmp_path / "run.jsonl", "--", "true"]
+    told = ran(sys.executable, "-m", "mlflash", *words, code=1, MLFLASH_MEMORY=nowhere)
+    why = (f"the directory of its slots, {nowhere}, cannot be used (No such file or directory): create it, or give "
+           "another one by MLFLASH_MEMORY or --memory")  # fmt: skip
+    assert told.stderr.splitlines() == [
+        f"mlflash run: localhost is not fit to train: {why}",
+        "mlflash run: finished with exit code 1: fewer than 1 nodes are fit to train, of localhost",
+    ]

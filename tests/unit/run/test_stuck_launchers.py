@@ -79,7 +79,8 @@ def test_what_is_asked_ends_with_an_interrupt(tmp_path: Path) -> None:
     assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
 
 
-SOUND: dict[str, Any] = {"free": 1, "gpus": 0, "gpu_error": "", "interface": None, "heartbeats": [], "steps": []}
+SOUND: dict[str, Any] = {"free": 1, "memory_error": "", "gpus": 0, "gpu_error": "", "interface": None,
+                         "heartbeats": [], "steps": []}  # fmt: skip
 
 
 class Step(StartedRanks):

@@ -160,7 +160,7 @@ class Nodes:
             self.kills.append(fields["pids"])
             return {}
         reports = read_heartbeats(str(self._shm), "j")
-        rest = {"free": 1, "gpus": 0, "gpu_error": "", "interface": None, "steps": []}
+        rest = {"free": 1, "memory_error": "", "gpus": 0, "gpu_error": "", "interface": None, "steps": []}
         return {"a": rest | {"heartbeats": reports.heartbeats, "unread": reports.unread}}
 
 
