@@ -39,8 +39,8 @@ def report(logs: tuple[str, ...], output: str | None, as_json: bool) -> None:
     mlflash report events.jsonl -o report.html
     mlflash report events.jsonl run.jsonl
 
-    The name of one file stands for the files of the other nodes, too. If you add the journal of `mlflash run
-    --keep-alive`, the page also shows ranks that were replaced in place.
+    The name of one file stands for the files of the other nodes, too. If you add the journal of `mlflash run`, the
+    page also shows why launches failed, and with --keep-alive ranks that were replaced or moved in place, and hangs.
     """
     try:
         log = read(files_of(logs))
@@ -138,6 +138,8 @@ def timeline(history: JobHistory) -> tuple[dict[str, list[Bar]], list[Bar]]:
         across.append(bar("failure", row["time"], row["time"], f"failure {number}"))
     for number, row in enumerate(numbers["recoveries"], 1):
         across.append(bar("recovered", row["began"], row["ended"], f"recovery R{number}"))
+    for number, row in enumerate(numbers["moves"], 1):
+        across.append(bar("recovered", row["began"], row["ended"], f"move M{number}"))
     return rows, across
 
 

@@ -15,7 +15,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..text import listed, many
-from .report_log import CLOCKS_APART_S, Event, EventLog, Events, Launch, Stretch, launches_of, steps_of, unique
+from .report_log import (
+    CLOCKS_APART_S,
+    Cause,
+    Event,
+    EventLog,
+    Events,
+    Launch,
+    RunEnd,
+    Stretch,
+    launches_of,
+    steps_of,
+    unique,
+)
 
 _TOGETHER_S = 1.0  # ranks whose last events are within this time went silent together
 Span = tuple[float, float]
@@ -38,7 +50,8 @@ def job_history(log: EventLog) -> JobHistory:
     started = next((launch.started for launch in reversed(launches) if launch.started is not None), None)
     spent, lost = time_spent(launches)
     wall_s = sum(spent.values())
-    failed, recovered = failures(launches, lost), recoveries(launches, lost)
+    failed, in_place = failures(launches, lost, log.ends), recoveries(launches, lost)
+    recovered = [row for row in in_place if row["lost"]]
     numbers = {
         **{name: getattr(started, name, None) for name in ("job", "version")},
         "ranks": newest_launch.ranks, "nodes": newest_launch.nodes,
@@ -55,7 +68,9 @@ def job_history(log: EventLog) -> JobHistory:
              "commits": len(steps_of([launch], "commit"))}
             for launch in launches
         ],
-        "failures": failed, "recoveries": recovered,
+        "failures": failed, "recoveries": recovered, "moves": [row for row in in_place if not row["lost"]],
+        "hangs": [{"time": hang.time, "seconds": hang.seconds, "round": hang.round, "ranks": [hang.rank],
+                   "node": hang.host, "why": hang.why, "others": list(hang.others)} for hang in log.hangs],
         "stall_s": spread(save.seconds for save in steps_of(launches, "save")),
         "commit_s": spread(commit.seconds for commit in commits), "commits": len(commits),
         "saves_failed": sum(len(launch.events.by_step("fail")) for launch in launches),
@@ -163,7 +178,7 @@ def _notes(log: EventLog, launches: Sequence[Launch]) -> Iterable[str]:
     yield from _clocks_apart(launches)
     known = [stretch.recovered for launch in launches for stretch in launch.stretches]
     if left_out := [line for line in log.recovered if line not in known]:
-        yield (f"{many(len(left_out), 'line')} of the journal record replaced ranks (round "
+        yield (f"{many(len(left_out), 'line')} of the journal record replaced or moved ranks (round "
                f"{listed([str(line.round) for line in left_out])}), but no log of a rank begins then: give all files, "
                "and check the clocks")  # fmt: skip
     if torn := sum(file.torn for file in log.files):
@@ -226,16 +241,17 @@ def _kept_until(launches: Sequence[Launch]) -> dict[int, float]:
     return kept
 
 
-def failures(launches: Sequence[Launch], lost: Sequence[Span]) -> list[dict[str, Any]]:
+def failures(launches: Sequence[Launch], lost: Sequence[Span], ends: Sequence[RunEnd]) -> list[dict[str, Any]]:
     """Describe each launch that did not end by itself, and what the next launches restored.
 
-    "newest" is the newest step that any rank had saved; "committed" the newest one that was committed or restored.
+    "newest" is the newest step that any rank had saved; "committed" the newest one that was committed or restored. Only
+    the journal has the cause.
     """
-    return [_failure(number, launches, lost) for number, launch in enumerate(launches)
+    return [_failure(number, launches, lost, ends) for number, launch in enumerate(launches)
             if launch.state in ("failed", "killed")]  # fmt: skip
 
 
-def _failure(number: int, launches: Sequence[Launch], lost: Sequence[Span]) -> dict[str, Any]:
+def _failure(number: int, launches: Sequence[Launch], lost: Sequence[Span], ends: Sequence[RunEnd]) -> dict[str, Any]:
     launch, later = launches[number], launches[number + 1 :]
     following = later[0] if later else None
     back = next((stretch for launch in later for stretch in launch.stretches if stretch.is_training), None)
@@ -245,9 +261,12 @@ def _failure(number: int, launches: Sequence[Launch], lost: Sequence[Span]) -> d
     newest, committed = (launch.stretches[-1].newest(*kinds) for kinds in (("save", "commit"), ("commit",)))
     kept_nodes = {event.node for event in restores if _place(event) == "own node"}
     since = max((stretch.ready for stretch in launch.stretches if stretch.recovered), default=launch.began)
+    until = math.inf if following is None else following.began + CLOCKS_APART_S
+    end = next((end for end in ends if launch.last - CLOCKS_APART_S <= end.time <= until and end.why), None)
     is_at_work = following is not None and any(stretch.is_training for stretch in following.stretches)
     return {
         "launch": number, "time": launch.last, "state": launch.state, "silent": launch.silent,
+        **_cause(None if end is None else end.cause, "" if end is None else end.why),
         "first_silent": first_silent,
         "first_nodes": [node for node in launch.nodes if node in launch.places.values() and node not in busy_nodes],
         "gone": [] if following is None else [node for node in launch.nodes if node not in following.nodes],
@@ -262,6 +281,14 @@ def _failure(number: int, launches: Sequence[Launch], lost: Sequence[Span]) -> d
         "down_s": 0.0 if following is None else max(0.0, following.began - launch.last),
         "recovery_s": following.stretches[0].ready - following.began if following and is_at_work else 0.0,
     }  # fmt: skip
+
+
+def _cause(cause: Cause | None, why: str) -> dict[str, Any]:
+    """Say why something failed: the kind of the cause, what failed, and what shows it."""
+    if cause is None:
+        return {"kind": "", "why": why, "evidence": ""}
+    where = "" if cause.rank is None else f"rank {cause.rank}{f' on {cause.host}' if cause.host else ''}: "
+    return {"kind": cause.kind, "why": f"{where}{cause.text or why}", "evidence": cause.evidence}
 
 
 def _steps_lost(step: int | None, back: Stretch | None) -> int:
@@ -303,12 +330,15 @@ def _place(event: Event) -> str:
 def recoveries(launches: Sequence[Launch], lost: Sequence[Span]) -> list[dict[str, Any]]:
     """Describe each recovery in place, ordered by time: ranks were lost and replaced in a launch that continued.
 
+    Moves are among them, without lost ranks.
+
     "times" leaves out what cannot be part of the recovery. A spare counts its wait from its own start, long before.
     """
     return [
         {
             "launch": number, "began": before.until, "ended": after.ready, "seconds": recovery.seconds,
-            "round": recovery.round, "lost": sorted(set(recovery.lost)), "why": recovery.why, "step": recovery.step,
+            "round": recovery.round, "lost": sorted(set(recovery.lost)), **_cause(recovery.cause, recovery.why),
+            "step": recovery.step, "ranks": recovery.ranks,
             "times": {phase: seconds for phase, seconds in recovery.times.items() if seconds <= recovery.seconds},
             "steps_lost": max(0, (before.newest("save", "commit") or 0) - recovery.step),
             "committed_lost": max(0, (before.newest("commit") or 0) - recovery.step),

@@ -84,18 +84,60 @@ class Event(_Timed, kw_only=True, frozen=True):
         return self.by != "courier"
 
 
-class Recovered(_Timed, kw_only=True, frozen=True):
-    """A line of the journal, by the clock of `mlflash run`: ranks were lost, and in the same processes all train again.
+class Cause(msgspec.Struct, frozen=True):
+    """Why a rank or a launch failed; see `launch.cause.Cause`."""
 
-    ``times`` has the seconds of each phase on the slowest rank.
+    kind: str
+    text: str = ""
+    evidence: str = ""
+    rank: Rank | None = None
+    host: str = ""
+
+
+class Recovered(_Timed, kw_only=True, frozen=True):
+    """A line of the journal, by the clock of `mlflash run`: in the same processes all train again.
+
+    Ranks were lost, or, if it is "moved", left a host or became more. ``times`` has the seconds of each phase on the
+    slowest rank.
     """
 
+    kind: Literal["recovered", "moved"]
     seconds: Seconds
     round: Count
-    lost: Annotated[tuple[Rank, ...], Meta(min_length=1)]
+    lost: tuple[Rank, ...]
     step: Count
     why: str = ""
+    ranks: Count = 0
+    cause: Cause | None = None
     times: Annotated[dict[str, Seconds], Meta(max_length=20)] = {}
+
+    def __post_init__(self) -> None:
+        if bool(self.lost) != (self.kind == "recovered"):
+            raise ValueError("a recovery has lost ranks, and a move has none")
+
+
+class Hang(_Timed, kw_only=True, frozen=True):
+    """A line of the journal: a rank made no progress for so many seconds, and was killed."""
+
+    kind: Literal["hang"]
+    rank: Rank
+    host: str = ""
+    round: Count = 0
+    why: str = ""
+    others: tuple[str, ...] = ()
+
+
+class RunEnd(_Timed, kw_only=True, frozen=True):
+    """A line of the journal: a start of the ranks has ended. ``why`` is "" if it ended by itself."""
+
+    kind: Literal["end"]
+    why: str = ""
+    cause: Cause | None = None
+
+
+_JOURNAL_FORMS: dict[str, type[Recovered | Hang | RunEnd]] = {
+    "recovered": Recovered, "moved": Recovered, "hang": Hang, "end": RunEnd,
+}  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -118,6 +160,8 @@ class EventLog:
     files: list[LogFile] = dataclasses.field(default_factory=list)
     events: list[Event] = dataclasses.field(default_factory=list)
     recovered: list[Recovered] = dataclasses.field(default_factory=list)
+    hangs: list[Hang] = dataclasses.field(default_factory=list)
+    ends: list[RunEnd] = dataclasses.field(default_factory=list)
 
 
 def files_of(paths: Sequence[str]) -> list[Path]:
@@ -143,8 +187,8 @@ def read(paths: Iterable[Path]) -> EventLog:
                 file.lines += 1
                 _read_line(line, file, log)
         log.files.append(file)
-    log.events.sort(key=lambda event: event.time)
-    log.recovered.sort(key=lambda recovered: recovered.time)
+    for events in (log.events, log.recovered, log.hangs, log.ends):
+        events.sort(key=lambda event: event.time)  # type: ignore[attr-defined]
     return log
 
 
@@ -158,15 +202,20 @@ def _read_line(line: bytes, file: LogFile, log: EventLog) -> None:
         if is_torn and document is None:
             return
     event = _event(document or {})
-    if isinstance(event, Event):
-        file.events += 1
-        log.events.append(event)
-    elif event is None:
-        file.foreign += 1
-        file.first_foreign = file.first_foreign or file.lines
-    else:
-        file.journal += 1
-        log.recovered += [event] if isinstance(event, Recovered) else []
+    file.journal += event is not None and not isinstance(event, Event)
+    match event:
+        case None:
+            file.foreign += 1
+            file.first_foreign = file.first_foreign or file.lines
+        case Event():
+            file.events += 1
+            log.events.append(event)
+        case Recovered():
+            log.recovered.append(event)
+        case Hang():
+            log.hangs.append(event)
+        case RunEnd():
+            log.ends.append(event)
 
 
 def _decode(line: bytes) -> dict[str, Any] | None:
@@ -177,14 +226,15 @@ def _decode(line: bytes) -> dict[str, Any] | None:
     return document if isinstance(document, dict) else None
 
 
-def _event(document: dict[str, Any]) -> Event | Recovered | Literal["other line of a journal"] | None:
+def _event(document: dict[str, Any]) -> Event | Recovered | Hang | RunEnd | Literal["other line of a journal"] | None:
     """Check the fields of a line; None if one is missing or not valid."""
     fields = {name: value for name, value in document.items() if value is not None}
     is_of_journal = fields.keys().isdisjoint(("run", "node")) and fields.get("event") in _JOURNAL_KINDS
-    if is_of_journal and fields["event"] != "recovered":
+    form = _JOURNAL_FORMS.get(fields["event"]) if is_of_journal else Event
+    if form is None:
         return "other line of a journal"
     try:
-        return msgspec.convert(fields, Recovered if is_of_journal else Event)
+        return msgspec.convert(fields, form)
     except (msgspec.ValidationError, UnicodeError):  # half of a surrogate pair, in a message about it
         return None
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import mlflash
 from mlflash.cli import main
+from mlflash.launch.cause import Cause
 from mlflash.tools.report_log import _JOURNAL_KINDS, EventKind, Recovered
 
 pytestmark = pytest.mark.slow  # a tool beside the engine
@@ -127,7 +128,7 @@ def test_the_numbers_of_a_job_that_lost_a_node(lost_node: Path) -> None:
         "launch": 0, "time": 1031.5, "state": "killed", "silent": [0, 1], "first_silent": [], "first_nodes": [],
         "gone": ["n2"], "new": ["n3"], "emptied": [], "newest": 30, "committed": 20, "restored": 20, "went_on": True,
         "source": "memory", "places": {"own node": 1, "memory of n1": 1}, "steps_lost": 10, "committed_lost": 0,
-        "lost_s": 10.5, "down_s": 30.0, "recovery_s": 10.0,
+        "lost_s": 10.5, "down_s": 30.0, "recovery_s": 10.0, "kind": "", "why": "", "evidence": "",
     }]  # fmt: skip
     assert (stats["steps_lost"], stats["committed_steps_lost"]) == (10, 0)
     assert [(launch["state"], launch["restored"], launch["newest"]) for launch in stats["launches"]] == [
@@ -325,8 +326,8 @@ EVENTS = st.builds(
 JOURNAL = st.builds(
     lambda kind, more, time, seconds: {"time": time, "event": kind, "round": 2, "lost": [1, 0], "step": 3,
                                        "seconds": seconds, **more},
-    st.sampled_from(["recovered", "recovered", "late", "start"]),
-    st.dictionaries(st.sampled_from(["round", "lost", "why", "step", "times", "rank"]), VALUES, max_size=2),
+    st.sampled_from(["recovered", "recovered", "moved", "hang", "end", "late", "start"]),
+    st.dictionaries(st.sampled_from(["round", "lost", "why", "step", "times", "rank", "cause"]), VALUES, max_size=2),
     st.floats(0, 1000), st.floats(0, 100),
 )  # fmt: skip
 LINES = st.one_of(
@@ -403,9 +404,13 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, lost_node: Path) -> None
 # Ranks that were lost and replaced while the other processes stayed, by the journal of mlflash run
 
 
+CAUSE = {"kind": "killed", "text": "its process was killed by signal 9", "evidence": "from outside", "rank": 1,
+         "host": "n2"}  # fmt: skip
+
+
 def recovered(time: float = 1036.0, **fields: Any) -> dict[str, Any]:
-    return {"event": "recovered", "time": time, "round": 2, "lost": [1], "why": "its process was killed by signal 9",
-            "step": 20, "seconds": 4.0, "times": TIMES, **fields}  # fmt: skip
+    return {"event": "recovered", "time": time, "round": 2, "lost": [1], "why": CAUSE["text"], "step": 20,
+            "ranks": 2, "seconds": 4.0, "times": TIMES, "cause": CAUSE, **fields}  # fmt: skip
 
 
 @pytest.fixture
@@ -444,12 +449,26 @@ def test_a_recovery_in_place_is_neither_training_nor_a_relaunch(events: Path, jo
     (launch,) = stats["launches"]
     assert (launch["run"], launch["restored"], launch["newest"], launch["state"]) == ("a", None, 40, "ended")
     assert stats["recoveries"] == [{
-        "launch": 0, "began": 1032.0, "ended": 1036.0, "seconds": 4.0, "round": 2, "lost": [1],
-        "why": "its process was killed by signal 9", "step": 20, "times": TIMES, "steps_lost": 10, "committed_lost": 0,
-        "lost_s": 11.0,
+        "launch": 0, "began": 1032.0, "ended": 1036.0, "seconds": 4.0, "round": 2, "lost": [1], "kind": "killed",
+        "why": "rank 1 on n2: its process was killed by signal 9", "evidence": "from outside", "step": 20, "ranks": 2,
+        "times": TIMES, "steps_lost": 10, "committed_lost": 0, "lost_s": 11.0,
     }]  # fmt: skip
     assert (stats["steps_lost"], stats["committed_steps_lost"], stats["notes"], stats["warnings"]) == (10, 0, [], [])
-    assert stats["files"][-1]["journal"] == 5
+    assert stats["files"][-1]["journal"] == 5 and (stats["moves"], stats["hangs"]) == ([], [])
+
+
+def test_moves_and_hangs_in_the_journal_are_listed_and_a_move_is_no_failure(events: Path, tmp_path: Path) -> None:
+    hang = {"event": "hang", "time": 1031.8, "round": 1, "rank": 1, "host": "n2", "seconds": 300.0, "others": ["a sum"],
+            "why": "it hung in train.py:7, after a broadcast"}  # fmt: skip
+    moved = recovered(event="moved", lost=[], why="n2 is to be left") | {"step": 30}
+    del moved["cause"]
+    stats = numbers(events, journal := made_logs.journal(tmp_path / "run.jsonl", hang, moved))
+    assert (stats["failures"], stats["recoveries"], len(stats["launches"]), stats["steps_lost"]) == ([], [], 1, 0)
+    (move,), (row,) = stats["moves"], stats["hangs"]
+    assert (move["began"], move["ended"], move["lost"], move["why"]) == (1032.0, 1036.0, [], "n2 is to be left")
+    assert (row["ranks"], row["node"], row["seconds"], row["others"]) == ([1], "n2", 300.0, ["a sum"])
+    text = page(events, journal)
+    assert 'title="move M1"' in text and "n2 is to be left" in text and "rank 1\nn2" in text and hang["why"] in text
 
 
 def test_the_page_and_the_command_tell_of_recoveries_in_place(events: Path, journal: Path, tmp_path: Path) -> None:
@@ -458,7 +477,9 @@ def test_the_page_and_the_command_tell_of_recoveries_in_place(events: Path, jour
     assert result.stdout == f"{output}: 1 launch, 0 failures, 1 loss recovered in place, goodput 71.3 %\n"
     text = output.read_text()
     assert "0 failures and 1 recovery in place in 59 s cost 25.3 % of the time" in " ".join(text.split())
-    assert 'title="recovery R1"' in text and "rank 1\nits process was killed by signal 9" in text
+    assert (
+        'title="recovery R1"' in text and "killed\nrank 1 on n2: its process was killed by signal 9\nfrom out" in text
+    )
     assert "4 s\nleave: 250 ms" in text and 'title="n3, rank 1"' in text and "down after" not in text
     alone = CliRunner().invoke(main, ["report", str(journal), "-o", str(output)])
     assert alone.exit_code == 1 and "the journal of `mlflash run` alone is not enough" in alone.stderr
@@ -490,8 +511,14 @@ def test_a_relaunch_after_a_recovery_is_a_failure_as_ever(events: Path, journal:
     job.launch("a", 1000.0, ["n1", "n2"], None, 30, end=None)
     job.launch("b", 1033.0, ["n1", "n3"], 20, 40, ready_s=2.75, end=None)
     job.launch("c", 1100.0, ["n1", "n3"], 40, 60)
+    with journal.open("a") as file:  # an end without a reason before it, and one that belongs to a later launch
+        for time, why, kind in ((1060.0, "", "exit"), (1063.0, "exit code 1", "error"), (2000.0, "late", "node")):
+            cause = {"kind": kind, "text": "ValueError: NaN", "evidence": "train.py:9", "rank": 0, "host": "n1"}
+            file.write(json.dumps({"event": "end", "time": time, "why": why, "cause": cause}) + "\n")
     stats = numbers(job.write(events)[0], journal)
     (failure,), (recovery,) = stats["failures"], stats["recoveries"]
+    cause = failure["kind"], failure["why"], failure["evidence"]
+    assert cause == ("error", "rank 0 on n1: ValueError: NaN", "train.py:9")
     assert (len(stats["launches"]), failure["launch"], failure["restored"], recovery["launch"]) == (2, 0, 40, 0)
     assert (failure["gone"], failure["lost_s"], recovery["lost_s"]) == ([], pytest.approx(2.01), 11.0)
     assert stats["seconds"]["wall_s"] == pytest.approx(stats["ended"] - stats["began"])
@@ -505,6 +532,7 @@ def test_a_recovery_of_which_no_rank_tells_is_left_out_and_said(events: Path, tm
 
 @pytest.mark.parametrize("change", [
     {"time": None}, {"seconds": -1}, {"round": 1.5}, {"lost": []}, {"times": {"wait": -1.0}}, {"run": "a"},
+    {"event": "moved"}, {"cause": "a signal"}, {"event": "hang"},
 ], ids=str)  # fmt: skip
 def test_a_line_with_a_field_that_makes_no_sense_is_left_out(
     events: Path, tmp_path: Path, change: dict[str, Any]
@@ -515,7 +543,8 @@ def test_a_line_with_a_field_that_makes_no_sense_is_left_out(
 
 
 def test_whatever_the_journal_says_is_known_to_the_report() -> None:
-    assert set(recovered()) - {"event"} == set(Recovered.__struct_fields__)
+    assert set(recovered()) - {"event"} == set(Recovered.__struct_fields__) - {"kind"}
+    assert CAUSE.keys() == Cause("exit", "").fields.keys()
     root = Path(mlflash.__file__).parent
     kinds = {kind for path in (root / "run").glob("*.py") for kind in re.findall(r'note\(\s*"(\w+)"', path.read_text())}
     assert kinds >= {"start", "recovered", "host_back"} and kinds <= {*_JOURNAL_KINDS}
