@@ -317,20 +317,20 @@ class Restores:
         self._drains.settle()
         self._saves.forget()
         self._in_memory, reuse = None, search.source is None
-        while True:
-            choice = self._courier.call("choose", search, reuse)
-            if choice is None or isinstance(choice, FoundInMemory):
-                self._recorder.seconds["find and fetch"] += time.perf_counter() - start
-                self._in_memory = choice
-                return choice
-            reuse = False
-            store = open_store(search.source or self._trainer.config.directory or "")
-            try:
-                return OpenInDirectory(self._ranks, store, choice, search.broadcast)
-            except CorruptSlot as error:  # the same on all ranks
-                self._pass_over(choice, str(error), search)
-            finally:
-                self._recorder.seconds["find and fetch"] += time.perf_counter() - start
+        try:
+            while True:
+                choice = self._courier.call("choose", search, reuse)
+                if choice is None or isinstance(choice, FoundInMemory):
+                    self._in_memory = choice
+                    return choice
+                reuse = False
+                store = open_store(search.source or self._trainer.config.directory or "")
+                try:
+                    return OpenInDirectory(self._ranks, store, choice, search.broadcast)
+                except CorruptSlot as error:  # the same on all ranks
+                    self._pass_over(choice, str(error), search)
+        finally:
+            self._recorder.seconds["find and fetch"] += time.perf_counter() - start
 
     @contextlib.contextmanager
     def _passing_over(self, opened: OpenInDirectory, search: Search) -> Iterator[None]:

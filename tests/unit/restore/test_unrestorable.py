@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ import pytest
 import xxhash
 
 from mlflash import Checkpointer, errors
+from mlflash.drain.checkpoint_directory import Listed
 from mlflash.memory import inventory, memory_limits
 from mlflash.memory.inventory import Trace
+from mlflash.memory.node_directory import clean
 from mlflash.memory.slot import (
     COMMIT_START,
     HEADER_NBYTES,
@@ -23,6 +26,8 @@ from mlflash.memory.slot import (
     any_record,
     unpack,
 )
+from mlflash.restore import load
+from mlflash.restore.open_in_directory import OpenInDirectory
 from mlflash.state.layout import Extents
 
 Make = Callable[..., Checkpointer]
@@ -112,6 +117,31 @@ def test_what_was_committed_and_cannot_be_restored_is_told_step_by_step_and_left
     assert (state["w"] == 0).all()
     ckpt.close()
     assert slots(shm) == before
+
+
+def test_the_time_to_find_a_checkpoint_counts_each_damaged_one_once(
+    make: Make, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+
+    class Opened(OpenInDirectory):
+        def __init__(self, world: Any, store: Any, listed: Listed, broadcast: Any):
+            nonlocal now_s
+            now_s += 2.0**listed.step
+            if listed.step > 1:
+                raise errors.CorruptSlot("a file is damaged")
+            super().__init__(world, store, listed, broadcast)
+
+    ckpt = make(tmp_path)
+    for step in (1, 2, 3):
+        ckpt.save(step, state_at(step)).wait()
+        ckpt.drain().wait()
+    ckpt.close()
+    clean(str(shm), "j")
+    monkeypatch.setattr(load, "OpenInDirectory", Opened)
+    monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    ckpt = make(tmp_path)
+    assert restored(ckpt) == 1 and ckpt.report()["seconds"]["find and fetch"] == 2.0 + 4.0 + 8.0
 
 
 def test_who_goes_on_all_the_same_frees_it_with_the_first_commit_only(make: Make, shm: Path) -> None:
