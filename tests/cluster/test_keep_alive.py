@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from cluster.nodes import Nodes
-from kept_run import MLFLASH, TRAINER, KeptRun, uninterrupted
+from kept_run import BUSY_S, MLFLASH, TRAINER, KeptRun, uninterrupted
 from processes import is_agent
 from waiting import until
 
@@ -124,7 +124,7 @@ def warn(nodes: Nodes, host: str) -> None:
 def test_ranks_leave_a_node_after_a_save_and_no_step_is_lost(
     start: Any, nodes: Nodes, expected: list[str], how: str
 ) -> None:
-    run = start(hold_at=20, pause=0.02)
+    run = start(more=["--lost-after", str(BUSY_S)], hold_at=20, pause=0.02)
     run.wait_for(18)
     run.wait_for_spare("host4")
     if how == "SIGPWR":
@@ -140,7 +140,7 @@ def test_ranks_leave_a_node_after_a_save_and_no_step_is_lost(
     assert [end["digest"] for end in ends] == expected
     assert [end["node"] for end in ends] == ["host1", "host4", "host3"]
     (moved,) = run.events("moved")
-    assert moved["step"] >= 19 and not run.events("recovered") and len(run.events("start")) == 1
+    assert moved["step"] >= 19 and not run.events("recovered") and len(run.events("start")) == 1, run.log()
     others = [step for step in range(1, LAST + 1) if step != moved["step"]]  # it is noted after its save, which ends it
     for rank in range(3):
         assert [int(step[1]) for step in run.steps(rank)] == others, "no step was made twice"
@@ -148,7 +148,7 @@ def test_ranks_leave_a_node_after_a_save_and_no_step_is_lost(
 
 
 def test_a_node_that_nobody_can_take_is_not_left(start: Any, nodes: Nodes) -> None:
-    run = start(hosts=3, hold_at=20)
+    run = start(hosts=3, more=["--lost-after", str(BUSY_S)], hold_at=20)
     run.wait_for(18)
     told = nodes.command("host1", [MLFLASH, "move", "host2", "--job", "kept"])
     refused = subprocess.run(told, capture_output=True, text=True, timeout=60, check=False)

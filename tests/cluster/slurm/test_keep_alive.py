@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from cluster.slurm.daemons import Slurm
-from kept_run import KeptJob, uninterrupted
+from kept_run import BUSY_S, KeptJob, uninterrupted
 from waiting import take, until
 
 from mlflash.run.supervisor import GONE_S
@@ -39,7 +39,7 @@ def test_a_lost_node_ends_its_own_step_only(slurm: Slurm, power_cut: bool) -> No
 
 
 def test_ranks_leave_a_node_that_is_drained_and_no_step_is_lost(slurm: Slurm, tmp_path: Path) -> None:
-    training = KeptJob(slurm, 2, 40, hold_at=20, pause=0.02)
+    training = KeptJob(slurm, 2, 40, BUSY_S, hold_at=20, pause=0.02)
     training.wait_for(18)
     training.wait_for_spare("host3")
     before = training.last_step(0)[2]
@@ -55,7 +55,7 @@ def test_ranks_leave_a_node_that_is_drained_and_no_step_is_lost(slurm: Slurm, tm
     assert str(ends[0]["pid"]) == before and [end["entries"] for end in ends] == [2, 1], training.log()
     (moved,) = training.events("moved")
     assert moved["lost"] == [] and moved["why"] == "host2 is to be left" and moved["step"] >= 19
-    assert not training.events("recovered") and len(training.events("start")) == 1
+    assert not training.events("recovered") and len(training.events("start")) == 1, training.log()
     others = [step for step in range(1, 41) if step != moved["step"]]  # it is noted after its save, which ends it
     for rank in range(2):
         assert [int(step[1]) for step in training.steps(rank)] == others, "no step was made twice"
