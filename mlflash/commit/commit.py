@@ -27,7 +27,7 @@ from ..channel.records import SaveRequest, Trainer
 from ..crash_points import reach
 from ..errors import MlflashError, SaveFailed, StepOrderError, SuspectState, text_of
 from ..memory.slot import Attempt, Header, Slot, Verdict
-from ..protect.deduplication import all_checks
+from ..protect.deduplication import ShareableLeaf, all_checks
 from ..protect.transfer import Source
 from ..protect.value_checks import in_words
 from ..state.layout import Extents
@@ -141,9 +141,12 @@ def _settle(save: Save, state: CourierState) -> None:
     replicas = state.sharers
     if replicas is None:
         return
-    able = request.problem is None
-    leaves = save.trainer.shareable() if able and request.is_unsettled else None
+    leaves: list[ShareableLeaf] = []
     made: dict[int, int] = {}
+    is_new = request.is_unsettled and request.problem is None
+    if is_new:
+        _locally(save, lambda: leaves.extend(save.trainer.shareable()))
+    able = request.problem is None
 
     def digests(keys: Collection[int]) -> dict[int, int]:
         _locally(save, lambda: made.update(save.trainer.digests(keys)))
@@ -152,7 +155,7 @@ def _settle(save: Save, state: CourierState) -> None:
     def lay_out() -> None:
         request.plan = save.trainer.lay_out()
 
-    settled = replicas.settle(leaves, digests, able, request.step)
+    settled = replicas.settle(leaves if is_new else None, digests, able, request.step)
     state.tell_trainer()
     if able and request.is_unsettled:
         _locally(save, lay_out)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from ..channel.records import Trainer
 from ..config import Config
 from ..crash_points import reach
-from ..errors import MemoryTooSmall
+from ..errors import MemoryTooSmall, MlflashError
 from ..memory import shared_memory_segment
 from ..memory.copy_threads import CopyThreads
 from ..memory.inventory import Inventory, Trace, of_headers
@@ -32,6 +33,8 @@ from .certification import Certification
 from .earlier_runs import Choice, find_traces, take_stock
 
 log = logging.getLogger("mlflash")
+
+T = TypeVar("T")
 
 _FILES_NAMED = 3  # kinds of files of others that an error names
 
@@ -127,10 +130,27 @@ class CourierState:
         self.replicas.share(losses)
 
     def settle_shared(self, held: Mapping[tuple[int, ...], int], trainer: Shareable) -> None:
-        """Agree on what is shared of a state that is not saved yet. Collective over the world."""
+        """Agree on what is shared of a state that is not saved yet. Collective over the world.
+
+        Raises on all ranks what the trainer of any rank raises.
+        """
         self.find_replicas(held)
-        if (replicas := self.sharers) is not None:
-            replicas.settle(trainer.shareable(), trainer.digests)
+        if (replicas := self.sharers) is None:
+            return
+        problem: MlflashError | None = None
+
+        def ask(question: Callable[[], T], otherwise: T) -> T:
+            nonlocal problem
+            try:
+                return question()
+            except MlflashError as error:  # the other ranks must know, too
+                problem = problem or error
+                return otherwise
+
+        nothing: Mapping[int, int] = {}
+        leaves = ask(trainer.shareable, [])
+        replicas.settle(leaves, lambda keys: ask(lambda: trainer.digests(keys), nothing), problem is None)
+        self.world.raise_together(problem)
 
     @property
     def sharing(self) -> SharingNews:

@@ -146,7 +146,7 @@ class JobThread:
             job.result = job.work()
         except Abandoned:
             job.error = Closed("the Checkpointer was left by an exception")
-        except MlflashError as error:  # all ranks have agreed on it: the queue goes on
+        except MlflashError as error:  # it is raised on all ranks, see `courier.session`: the queue goes on
             job.error = error
         except RankFailed as error:  # that rank has reported it, and has stopped working
             job.error = self.broken = Closed(str(error), ranks=[error.rank])

@@ -134,7 +134,7 @@ class PartnerCopies:
         for owner in self._comes:
             slot = pool.free_slot(pool.inbox[owner])
             if slot is None:
-                raise AssertionError(f"both inbox slots for rank {owner} hold something")
+                raise AssertionError(f"all inbox slots for rank {owner} hold something")
             self._targets[owner] = slot
         return [(self._targets[owner], e.nbytes) for owner, e in self._comes.items()]
 

@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 from mlflash import Checkpointer, errors, rng
 from mlflash.memory.slot import Kind
+from mlflash.save import save_queue
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
@@ -69,6 +70,25 @@ def same(state: dict[str, Any], step: int) -> bool:
         alike and np.array_equal(state["array"], wanted["array"]) and (state["step"], state["of rank"]) == (step, RANK)
         and np.array_equal(state["own"].number, [RANK, step])
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("question", ["shareable", "digests"])
+def test_what_one_rank_cannot_say_of_its_state_is_the_outcome_on_all_and_saving_goes_on(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, question: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("a device is gone")
+
+    with Checkpointer(**options | {"replicated": True}) as ckpt:
+        with monkeypatch.context() as patched:
+            if RANK == SIZE - 1:
+                patched.setattr(save_queue, question, refuse)
+            for use in (lambda: ckpt.prepare(state_at(0)), lambda: ckpt.save(1, state_at(1)).wait()):
+                with pytest.raises(errors.SaveFailed, match="a device is gone"):
+                    use()
+        assert ckpt.save(2, state_at(2)).wait().committed
+        state = zeroed(state_at(0))
+        assert ckpt.restore(state) == 2 and same(state, 2)
 
 
 def restored(options: dict[str, Any], **more: Any) -> tuple[int | None, list[dict[str, Any]]]:
