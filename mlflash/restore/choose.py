@@ -61,7 +61,9 @@ class Sources:
 
     def _choose(self, search: Search) -> MemoryCheckpoint | Listed | None:
         context, wanted = self._context, search.wanted
-        store = self._drains.store if search.source is None else open_store(search.source)
+        store = self._drains.store
+        if (source := search.source) is not None:
+            store = context.world.on_all(lambda: open_store(source))
         listing = self._drains.listing(store)
         usable = [
             checkpoint for checkpoint in listing.listed

@@ -411,7 +411,9 @@ def test_another_directory_is_read_and_never_written(
         with pytest.raises(errors.StepNotFound):
             ckpt.restore(state, step=5, source=other)
         assert ckpt.restore(state, source=root / "nowhere") is None
-        ckpt.save(21, state).wait()
+        with pytest.raises(errors.MlflashError, match="Protocol not known"):  # on all ranks
+            ckpt.restore(state, source="unknown://store" if RANK == SIZE - 1 else other)
+        assert ckpt.save(21, state).wait().committed
     COMM.Barrier()
     assert {path: path.stat().st_mtime_ns for path in other.rglob("*")} == before
     assert steps_in(pfs) == [21]
