@@ -23,7 +23,7 @@ from ..mpi.world import World
 from ..placement.failure_domains import Domains
 from ..placement.redundancy import Scheme
 from ..protect import deduplication
-from ..protect.deduplication import Share, Shareable, SharingNews
+from ..protect.deduplication import Share, Shareable, ShareableLeaf, SharingNews
 from ..protect.protection import Protection
 from ..protect.replicated_tensors import ReplicatedTensors
 from ..protect.value_checks import Examiner
@@ -147,9 +147,8 @@ class CourierState:
                 problem = problem or error
                 return otherwise
 
-        nothing: Mapping[int, int] = {}
-        leaves = ask(trainer.shareable, [])
-        replicas.settle(leaves, lambda keys: ask(lambda: trainer.digests(keys), nothing), problem is None)
+        leaves: Sequence[ShareableLeaf] = ask(trainer.shareable, [])
+        replicas.settle(leaves, lambda keys: ask(lambda: trainer.digests(keys), {}), problem is None)
         self.world.raise_together(problem)
 
     @property

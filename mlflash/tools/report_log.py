@@ -188,7 +188,7 @@ def read(paths: Iterable[Path]) -> EventLog:
                 _read_line(line, file, log)
         log.files.append(file)
     for events in (log.events, log.recovered, log.hangs, log.ends):
-        events.sort(key=lambda event: event.time)  # type: ignore[attr-defined]
+        events.sort(key=lambda event: event.time)
     return log
 
 
