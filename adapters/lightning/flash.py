@@ -29,7 +29,7 @@ from ..newest import OnDisk, newest_complete, newest_in_memory
 from ..replacing import replaced
 from .checkpoint_io import PREFIX, step_of_path
 from .loops import StepEnds, go_on, restore_together
-from .packages import leave_mpi_alone, take_ranks_of_rounds
+from .packages import take_ranks_of_launcher
 from .states import ALIKE, state_of
 
 log = logging.getLogger("mlflash")
@@ -64,8 +64,7 @@ class Flash:
         in_background: bool = False, **settings: Any,
     ):  # fmt: skip
         intervals.check(every_n_steps, skip_every_n_steps)
-        leave_mpi_alone()
-        take_ranks_of_rounds()
+        take_ranks_of_launcher()
         super().__init__()
         self.checkpointer: Checkpointer | None = None
         self._every, self._skip, self._enabled = every_n_steps, skip_every_n_steps, enabled

@@ -25,24 +25,17 @@ def modules(name: str) -> list[ModuleType]:
     return [importlib.import_module(f"{package}.{name}") for package in used or installed[:1] or _NAMES[:1]]
 
 
-def leave_mpi_alone() -> None:
-    """Keep Lightning from starting MPI to find out whether MPI launched it, if only couriers may use MPI.
+def take_ranks_of_launcher() -> None:
+    """Let Lightning have the ranks that the launcher has. Call it before you make a trainer. Not collective.
 
-    Lightning then reads the environment, as under torchrun. Call it before you make a trainer. Not collective.
+    It would start MPI to find out whether MPI launched it, while only couriers may use MPI. And if `keep_alive` may
+    give this process other ranks, it would compute a rank from that on the node, which a waiting process keeps when it
+    takes the rank of another one. In both cases it reads the variables of torchrun.
     """
-    if connection.find() is not None or is_refused():
-        for module in modules("trainer.connectors.accelerator_connector"):
+    for module in modules("trainer.connectors.accelerator_connector"):
+        if connection.find() is not None or is_refused():
             module.MPIEnvironment.detect = staticmethod(lambda: False)
-
-
-def take_ranks_of_rounds() -> None:
-    """Let Lightning read its ranks from the variables of torchrun, if `keep_alive` may give this process other ranks.
-
-    Otherwise Lightning would compute a rank from that on the node, which a waiting process keeps when it takes the rank
-    of another one. Call it before you make a trainer. Not collective.
-    """
-    if KEPT in os.environ:
-        for module in modules("trainer.connectors.accelerator_connector"):
+        if KEPT in os.environ:
             kind = module.TorchElasticEnvironment
             kind.detect = staticmethod(lambda: True)
             kind.local_rank = lambda self: _place()[1]

@@ -9,6 +9,7 @@ where it differs.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.machinery
 import logging
@@ -16,6 +17,7 @@ import os
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import numpy as np
 import torch
 
 from mlflash import Checkpointer, config
+from mlflash.checkpointer import keep_alive, process_end
 from mlflash.errors import MlflashError
 from mlflash.save.snapshot import Snapshot
 from mlflash.state.flatten import flatten
@@ -30,6 +33,7 @@ from mlflash.state.layout import round_up
 from mlflash.state.leaves import Flat
 
 from .. import pickles
+from ..wrappers import instances
 from . import nvrx, padding, persistent
 from .nvrx import CheckpointingException
 from .request import request
@@ -133,6 +137,7 @@ class LocalCheckpoints(nvrx.BaseCheckpointManager):
             instead = adapting.seen_by_first(lambda: given if persistent.iteration_in(given) else self._instead)
             found = adapting.newest_alike(instead)
             self.latest_iteration = -1 if found is None else found
+            adapting.loaded_elsewhere()  # what was found is loaded, or Megatron's own, or a new training begins
         return self.latest_iteration
 
     def load(self) -> tuple[Any, CkptID]:
@@ -303,6 +308,56 @@ def _together(state: dict[str, Any]) -> Any:
         whole.insert_tensors(tensors)
     whole.restore_tensor_device(non_blocking=False)
     return whole
+
+
+_DESTROY = (
+    ("megatron.training.global_vars", "destroy_global_vars"),
+    ("megatron.core.num_microbatches_calculator", "destroy_num_microbatches_calculator"),
+    ("megatron.core.rerun_state_machine", "destroy_rerun_state_machine"),
+    ("megatron.core.parallel_state", "destroy_global_memory_buffer"),
+    ("megatron.core.parallel_state", "destroy_model_parallel"),
+)
+
+
+@contextlib.contextmanager
+def _trained_again() -> Iterator[None]:
+    """Let Megatron train again in this process after an error, as if it had not trained here. Not collective.
+
+    Source: ``destroy_state`` of Megatron's ``inprocess_restart``.
+    """
+    times = dict(getattr(sys.modules.get("megatron.training.training"), "_STARTUP_TIMESTAMPS", {}))
+    try:
+        yield
+    except Exception:
+        for only in _only.values():
+            process_end.discard(only)
+        _only.clear()
+        _open.clear()
+        for module, name in _DESTROY:
+            if module in sys.modules:
+                getattr(sys.modules[module], name)()
+        _free_model()
+        training = sys.modules.get("megatron.training.training")
+        if now := getattr(training, "_STARTUP_TIMESTAMPS", None):  # with a time, ranks do a collective more
+            now.update({name: times.get(name) for name in now})
+        raise
+
+
+def _free_model() -> None:
+    """Free model and optimizer: they are in cycles through nodes of autograd, which Python's collector does not see."""
+    wrapper = sys.modules.get("megatron.core.distributed.distributed_data_parallel")
+    if wrapper is None:
+        return
+    for model in instances(wrapper.DistributedDataParallel):
+        model.grad_accs.clear()
+    for optimizer in instances(sys.modules["megatron.core.optimizer.optimizer"].MegatronOptimizer):
+        if inner := vars(optimizer).get("optimizer"):
+            inner.param_groups.clear()
+            inner.state.clear()
+        vars(optimizer).clear()
+
+
+keep_alive.around_frameworks["megatron"] = _trained_again
 
 
 # Let Megatron's own local checkpoints use slots: Megatron finds this manager where it looks for NVRx's. Megatron-LM,

@@ -25,7 +25,7 @@ from mlflash.errors import ConfigError
 from .. import intervals
 from ..ids import step_of
 from ..lightning.loops import StepEnds, before_first_step, restore_together
-from ..lightning.packages import leave_mpi_alone
+from ..lightning.packages import take_ranks_of_launcher
 from ..replacing import replaced
 from .checkpoint_io import MLFlashCheckpointIO
 from .memory import OF_RANK, Memory, delete
@@ -55,7 +55,7 @@ class MLFlashCheckpointCallback(Callback):
                  skip_every_n_steps: int | None = None, enabled: bool = True,
                  keep_mlflash_checkpoint_on_train_end: bool = False):  # fmt: skip
         intervals.check(every_n_steps, skip_every_n_steps or None)
-        leave_mpi_alone()
+        take_ranks_of_launcher()
         self.base, self.enabled = os.fspath(checkpoint_base_container), not turned_off(enabled)
         self.every, self.skip = every_n_steps, skip_every_n_steps or None
         self.keep = keep_mlflash_checkpoint_on_train_end

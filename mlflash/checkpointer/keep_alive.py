@@ -40,6 +40,8 @@ log = logging.getLogger("mlflash")
 T = TypeVar("T")
 _MORE_S = 2.0  # in addition to the time after which a loss is known
 _MARGIN = 1.5  # a late rank must be lost, and the others told, before they stop waiting
+around_frameworks: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {}
+"""What each call of ``train`` is made in, if a framework trains. Adapters enter it, by the name of the framework."""
 
 
 @overload
@@ -188,7 +190,10 @@ class _Rounds:
             self._times.note("groups")
             reach("round.groups")
             self._link.check(self._seat.round)  # an interruption a moment earlier would have found no group
-        result = self._train()
+        with contextlib.ExitStack() as stack:
+            for around in around_frameworks.values():
+                stack.enter_context(around())
+            result = self._train()
         self._end_watch()
         if not self._has_begun:
             raise ConfigError("the function that keep_alive calls has made no Checkpointer: give the framework the "

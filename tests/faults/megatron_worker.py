@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_pretrain import pretrain
+import megatron_pretrain
 from records import note
 from traps import set_traps
 
@@ -47,7 +47,7 @@ def main(last: int, flags: Sequence[str] = (), traps: Sequence[dict[str, object]
         install()
     else:
         edit_training_py(easy)
-    pretrain(["--exit-interval", str(last), *flags])
+    megatron_pretrain.main(["--exit-interval", str(last), *flags])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from frameworks.test_keep_alive import check
 from harness import Cluster, Result
 from waiting import until
 
@@ -65,6 +66,12 @@ def test_pretrain_with_one_line_more_goes_on_where_it_was(
     # The local one that all ranks have, or the persistent one where that is newer.
     assert (first := min(step for _, step in found)) in {max(2, newest) + 1, 5}, (first, newest, result.log)
     assert losses(crashed) | found == uninterrupted
+
+
+@pytest.mark.timeout(600)
+def test_the_other_ranks_stay_in_their_processes(shm: Path, tmp_path: Path) -> None:
+    """Tensor and data parallelism, and a distributed optimizer."""
+    check("megatron", 4, (2, 0), shm, tmp_path, last=30)
 
 
 @pytest.mark.timeout(600)

@@ -1,6 +1,6 @@
 """A training of a framework that stays in its processes when others are lost (`mlflash.keep_alive`).
 
-Usage: kept_job.py transformers|lightning|lightning-fsdp2 OUT LAST. Each rank adds a line for each step to
+Usage: kept_job.py transformers|lightning|lightning-fsdp2|megatron|nemo OUT LAST. Each rank adds a line for each step to
 OUT/steps-RANK: step, loss and process. At the end it writes a digest of its state, its process and the number of calls
 of ``train`` to OUT/end-RANK. While there is a file OUT/hold, rank 0 does not get beyond the step that the file names.
 """
@@ -26,10 +26,10 @@ from mlflash.adapters.distributed import init_process_group
 OUT, LAST = Path(sys.argv[2]), int(sys.argv[3])
 
 
-def note(step: int, loss: torch.Tensor) -> None:
+def note(step: int, loss: float) -> None:
     rank = dist.get_rank()
     with (OUT / f"steps-{rank}").open("a") as file:
-        file.write(f"{step} {loss.item().hex()} {os.getpid()}\n")
+        file.write(f"{step} {loss.hex()} {os.getpid()}\n")
     if rank == 0:
         until(lambda: step < hold(), "the test to let it go on")
 
@@ -49,7 +49,7 @@ def of_transformers() -> Callable[[], Any]:
     class Notes(Trainer):
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             loss: torch.Tensor = super().training_step(*args, **kwargs)
-            note(self.state.global_step + 1, loss)
+            note(self.state.global_step + 1, loss.item())
             return loss
 
     torch.manual_seed(1)
@@ -95,7 +95,7 @@ def of_lightning(is_sharded: bool = False) -> Callable[[], Any]:
 
         def training_step(self, batch: Any, number: int) -> torch.Tensor:
             loss: torch.Tensor = (self.net(batch[0]) ** 2).mean()
-            note(self.trainer.global_step + 1, loss)
+            note(self.trainer.global_step + 1, loss.item())
             return loss
 
         def configure_optimizers(self) -> Any:
@@ -125,9 +125,63 @@ def of_lightning(is_sharded: bool = False) -> Callable[[], Any]:
     return train
 
 
+def of_megatron() -> Callable[[], Any]:
+    """Tensor parallelism over two ranks, and over the others data parallelism with a distributed optimizer."""
+    from megatron_pretrain import pretrain
+
+    from mlflash.adapters.megatron import install
+
+    install()
+    flags = f"""
+        --tensor-model-parallel-size 2 --use-distributed-optimizer --global-batch-size 4 --train-iters {LAST}
+        --save {OUT}/disk --load {OUT}/disk --non-persistent-ckpt-type local --non-persistent-save-interval 1
+        --non-persistent-local-ckpt-dir run
+        """.split()
+    return lambda: pretrain(flags, lambda step, loss, norm: note(step, loss + norm))
+
+
+def of_nemo() -> Callable[[], Any]:
+    from nemo_on_cpu import Data, Model, config, nl, on_cpu, pl, strategy
+
+    from mlflash.adapters.nemo import MLFlashCheckpointCallback, wrap_trainer_and_auto_resume_with_mlflash
+
+    class Note(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+            note(trainer.global_step, outputs["loss"].item())
+
+    def train() -> Any:
+        with on_cpu():
+            callbacks = [Note(), MLFlashCheckpointCallback("flash", 1)]
+            trainer = nl.Trainer(
+                strategy=strategy(), accelerator="cpu", devices=dist.get_world_size(), max_steps=LAST, logger=False,
+                callbacks=callbacks, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+                use_distributed_sampler=False, limit_val_batches=0, val_check_interval=0.0, default_root_dir=str(OUT),
+            )  # fmt: skip
+            torch.manual_seed(100 + dist.get_rank())
+            model = Model(config())
+            wrapped = wrap_trainer_and_auto_resume_with_mlflash(trainer, "flash", True)
+            wrapped.setup(trainer, model)
+            trainer.fit(model, datamodule=Data(samples=2 * LAST))
+        (optimizer,) = trainer.optimizers
+        inner = optimizer.mcore_optimizer
+        states = [one.optimizer.state_dict()["state"] for one in getattr(inner, "chained_optimizers", [inner])]
+        return [model, states, torch.get_rng_state()]
+
+    return train
+
+
+FRAMEWORKS = {
+    "transformers": of_transformers,
+    "lightning": of_lightning,
+    "lightning-fsdp2": lambda: of_lightning(is_sharded=True),
+    "megatron": of_megatron,
+    "nemo": of_nemo,
+}
+
+
 def main(framework: str) -> None:
     init_process_group()
-    train = of_transformers() if framework == "transformers" else of_lightning(framework == "lightning-fsdp2")
+    train = FRAMEWORKS[framework]()
     calls = 0
 
     def count() -> Any:

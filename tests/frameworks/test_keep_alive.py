@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,11 @@ pytestmark = pytest.mark.timeout(400)
 
 
 class Training(Launched):
-    """A training of two ranks on this host. Close it."""
+    """A training on this host. Close it."""
 
-    def __init__(self, framework: str, out: Path, memory: Path, last: int, *options: str):
-        told = ["-N", "1", "--ranks-per-node", "2", "--launcher", "ssh", "--job", out.name, "--journal",
+    def __init__(self, framework: str, ranks: int, out: Path, memory: Path, last: int, *options: str):
+        self.ranks = ranks
+        told = ["-N", "1", "--ranks-per-node", str(ranks), "--launcher", "ssh", "--job", out.name, "--journal",
                 str(out / "run.jsonl"), *options]  # fmt: skip
         program = [sys.executable, str(HERE / "kept_job.py"), framework, str(out), str(last)]
         paths = os.pathsep.join((str(HERE), str(HERE.parent / "support")))
@@ -47,8 +49,8 @@ class Training(Launched):
         (self.out / "hold.part").rename(self.out / "hold")
 
     def has_begun(self, step: int) -> bool:
-        """Whether both ranks have computed a step."""
-        return all(steps and int(steps[-1][0]) >= step for steps in map(self.steps, (0, 1)))
+        """Whether all ranks have computed a step."""
+        return all(steps and int(steps[-1][0]) >= step for steps in map(self.steps, range(self.ranks)))
 
     def kill(self, rank: int, after: int, hold: int, dice: random.Random) -> None:
         """Kill a rank at a random moment after a step, and wait until all train again, until the step ``hold``."""
@@ -60,30 +62,37 @@ class Training(Launched):
         until(lambda: len(self.events("recovered")) > recovered, lambda: f"a recovery:\n{self.log()}", WAIT_S)
 
 
-@pytest.mark.parametrize("framework", ["transformers", "lightning", "lightning-fsdp2"])
-def test_the_other_rank_stays_and_losses_and_state_are_those_of_an_undisturbed_training(
-    framework: str, shm: Path, tmp_path: Path
-) -> None:
-    last, holds, dice = 60, (20, 40, 61), random.Random(1)
-    undisturbed = Training(framework, tmp_path / "undisturbed", shm, last)
+def check(framework: str, ranks: int, kills: Sequence[int], memory: Path, path: Path, last: int = 60) -> None:
+    """Kill ranks one after the other within a step. Losses and state are those of an undisturbed training."""
+    dice = random.Random(1)
+    undisturbed = Training(framework, ranks, path / "undisturbed", memory, last)
     try:
         assert undisturbed.wait(WAIT_S) == 0, undisturbed.log()
     finally:
         undisturbed.close()
-    killed = Training(framework, tmp_path / "killed", shm, last, "--keep-alive", "--spares", "1")
+    killed = Training(framework, ranks, path / "killed", memory, last, "--keep-alive", "--spares", "1")
+    holds = [last * number // (len(kills) + 1) for number in range(1, len(kills) + 1)] + [last + 1]
     killed.hold(holds[0])
     try:
-        for rank in (0, 1):
-            killed.kill(rank, holds[rank] - dice.randrange(5), holds[rank + 1], dice)
+        for number, rank in enumerate(kills):
+            killed.kill(rank, holds[number] - dice.randrange(min(5, holds[0] - 1)), holds[number + 1], dice)
         assert killed.wait(WAIT_S) == 0, killed.log()
         assert len(killed.events("start")) == 1, killed.log()
-        for rank in (0, 1):
+        for rank in range(ranks):
             assert killed.losses(rank) == undisturbed.losses(rank), killed.log()
         digests = [end["digest"] for end in killed.ends()]
-        assert digests == [end["digest"] for end in undisturbed.ends()] and len(digests) == 2, killed.log()
+        assert digests == [end["digest"] for end in undisturbed.ends()] and len(digests) == ranks, killed.log()
         print([event["seconds"] for event in killed.events("recovered")])
         if framework != "lightning-fsdp2":  # a process ends, and is replaced, if its last model cannot be freed
-            assert [event["lost"] for event in killed.events("recovered")] == [[0], [1]], killed.log()
-            assert len({line[2] for rank in (0, 1) for line in killed.steps(rank)}) == 4, "the other rank did not stay"
+            assert [event["lost"] for event in killed.events("recovered")] == [[rank] for rank in kills], killed.log()
+            processes = {line[2] for rank in range(ranks) for line in killed.steps(rank)}
+            assert len(processes) == ranks + len(kills), "another rank did not stay"
     finally:
         killed.close()
+
+
+@pytest.mark.parametrize("framework", ["transformers", "lightning", "lightning-fsdp2"])
+def test_the_other_rank_stays_and_losses_and_state_are_those_of_an_undisturbed_training(
+    framework: str, shm: Path, tmp_path: Path
+) -> None:
+    check(framework, 2, (0, 1), shm, tmp_path)

@@ -1,4 +1,4 @@
-"""A small GPT that Megatron-LM's own training loop trains on CPUs, as pretrain_gpt.py does; notes each loss.
+"""A small GPT that Megatron-LM's own training loop trains on CPUs, as pretrain_gpt.py does.
 
 Usage: megatron_pretrain.py MEGATRON'S FLAGS; torch.distributed is there already. Records go to the folder $OUT.
 """
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from megatron_on_cpu import on_cpu, parallel_state, tensor_parallel
 from random_texts import Texts, text_of
-from records import note
+
+from mlflash.adapters.replacing import replaced
 
 LENGTH = 16
 FLAGS = f"""
@@ -31,7 +32,18 @@ class Tokens(Texts):
         return {"tokens": text_of(number, LENGTH + 1, 128)}
 
 
-def pretrain(flags: Sequence[str]) -> None:
+def pretrain(flags: Sequence[str], note: Callable[[int, float, float], None]) -> list[torch.nn.Module]:
+    """Train with these flags besides `FLAGS`. Collective over all ranks of torch.distributed.
+
+    Args:
+        note: gets the number, the loss and the gradient norm of each step.
+
+    Returns:
+        The model, which has a part for each pipeline stage of this rank.
+
+    Raises:
+        SystemExit: at ``--exit-interval``, as Megatron does.
+    """
     from megatron.core.enums import ModelType
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -39,10 +51,13 @@ def pretrain(flags: Sequence[str]) -> None:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 
+    made: list[torch.nn.Module] = []
+
     def model(pre_process: bool = True, post_process: bool = True, **kwargs: Any) -> GPTModel:
         tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
-        return GPTModel(core_transformer_config_from_args(args), get_gpt_layer_local_spec(), vocab_size=128,
-                        max_sequence_length=LENGTH, pre_process=pre_process, post_process=post_process)  # fmt: skip
+        made.append(GPTModel(core_transformer_config_from_args(args), get_gpt_layer_local_spec(), vocab_size=128,
+                             max_sequence_length=LENGTH, pre_process=pre_process, post_process=post_process))  # fmt: skip
+        return made[-1]
 
     def forward(batches: Iterator[dict[str, torch.Tensor]], model: Callable[..., torch.Tensor]) -> tuple[Any, Any]:
         tokens = next(batches)["tokens"]
@@ -52,29 +67,38 @@ def pretrain(flags: Sequence[str]) -> None:
         return out, lambda out: (out.float().mean(), {"lm loss": out.float().mean().detach()})
 
     def logged(log: Any, losses: Any, total: Any, rate: Any, step: int, *more: Any, **named: Any) -> Any:
-        note("loss", step=step, loss=float(losses["lm loss"]), norm=float(more[3]))
+        note(step, float(losses["lm loss"]), float(more[3]))
         return log(losses, total, rate, step, *more, **named)
 
     def data(counts: Sequence[int | None]) -> list[Tokens]:
         return [Tokens(count or 1) for count in counts]
 
     data.is_distributed = True  # type: ignore[attr-defined]
-    training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
-    training.training_log = functools.partial(logged, training.training_log)
-    training.set_jit_fusion_options = training.report_memory = lambda *args, **kwargs: None
-    initialize._compile_dependencies = lambda: None
-    sys.argv[1:] = [*FLAGS, *flags]
-    with on_cpu():
-        args = parse_and_validate_args()
+    others = [
+        (training, "initialize_megatron", functools.partial(training.initialize_megatron, allow_no_cuda=True)),
+        (training, "training_log", functools.partial(logged, training.training_log)),
+        (training, "set_jit_fusion_options", lambda *args, **kwargs: None),
+        (training, "report_memory", lambda *args, **kwargs: None),
+        (initialize, "_compile_dependencies", lambda: None),
+    ]
+    with on_cpu(others):
+        with replaced(sys, argv=[sys.argv[0], *FLAGS, *flags]):  # Megatron's worker begins with those of this process
+            args = parse_and_validate_args()
         parallel_state.initialize_model_parallel(args.tensor_model_parallel_size)
-        try:
-            training.pretrain(
-                pretrain_cfg_container_from_args(args), data, ModelType.encoder_or_decoder, forward, model
-            )
-        except SystemExit as end:  # at the exit interval
-            assert not end.code
+        training.pretrain(pretrain_cfg_container_from_args(args), data, ModelType.encoder_or_decoder, forward, model)
+    return made
+
+
+def main(flags: Sequence[str]) -> None:
+    """Train, and note each loss."""
+    from records import note
+
+    try:
+        pretrain(flags, lambda step, loss, norm: note("loss", step=step, loss=loss, norm=norm))
+    except SystemExit as end:
+        assert not end.code
     note("end")
 
 
 if __name__ == "__main__":
-    pretrain(sys.argv[1:])
+    main(sys.argv[1:])
