@@ -91,7 +91,7 @@ def check(framework: str, ranks: int, kills: Sequence[int], memory: Path, path: 
         killed.close()
 
 
-@pytest.mark.parametrize("framework", ["transformers", "lightning", "lightning-fsdp2"])
+@pytest.mark.parametrize("framework", ["transformers", "lightning", "lightning-fsdp2", "nemo"])
 def test_the_other_rank_stays_and_losses_and_state_are_those_of_an_undisturbed_training(
     framework: str, shm: Path, tmp_path: Path
 ) -> None:
