@@ -76,13 +76,9 @@ class Job:
         self._slurm = Slurm(self._nodes) if with_slurm else None
         training = {"attacked": True, "digests": "steps" if elastic else "entries", "pause": pause, "kind": model}
         more = ["--hang-after", str(HANG_S)] + (["--min-ranks", "1"] if elastic else [])
-        start = (
-            functools.partial(KeptJob, self._slurm)
-            if self._slurm
-            else functools.partial(KeptRun, self._nodes, more=more)
-        )
+        start = functools.partial(KeptJob, self._slurm) if self._slurm else functools.partial(KeptRun, self._nodes)
         self._model, self._elastic, self._grown = model, elastic, 0.0
-        self._run: Kept = start(ranks, last, **training)
+        self._run: Kept = start(ranks, last, more=more, **training)
         self._dead: list[str] = []
         self._victim = victim
 

@@ -20,7 +20,7 @@ MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 TRAINER = Path(__file__).with_name("kept_trainer.py")
 LOST_S, BUSY_S = 2, 15  # after which a silent host is lost; where none is to be lost, however busy this machine is
 _SCRIPT = """#!/bin/sh
-"$MLFLASH" run -N "$RANKS" --ranks-per-node 1 --keep-alive --lost-after "$LOST_S" --job kept \\
+"$MLFLASH" run -N "$RANKS" --ranks-per-node 1 --keep-alive --lost-after "$LOST_S" --job kept $MORE \\
   --journal "$OUT/run.jsonl" -- "$PYTHON" "$TRAINER" "$OUT" "$LAST" "$TRAINING"
 echo $? > "$OUT/code.part" && mv "$OUT/code.part" "$OUT/code"
 exit "$(cat "$OUT/code")"
@@ -100,13 +100,14 @@ class KeptRun(Launched, Kept):
 class KeptJob(Kept):
     """A job of Slurm, whose nodes are one more than the ranks."""
 
-    def __init__(self, slurm: Slurm, ranks: int, last: int, lost_s: float = LOST_S, **training: Any):
+    def __init__(self, slurm: Slurm, ranks: int, last: int, lost_s: float = LOST_S, more: Sequence[str] = (),
+                 **training: Any):  # fmt: skip
         super().__init__(slurm.path / "out")
         self.nodes, self.ranks = slurm.nodes, ranks
         paths = os.pathsep.join(filter(None, (str(TRAINER.parent), os.environ.get("PYTHONPATH"))))
         env = {**NETMODS["ofi"], "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable,
                "MLFLASH": MLFLASH, "TRAINER": str(TRAINER), "OUT": str(self.out), "LAST": str(last),
-               "RANKS": str(ranks), "LOST_S": str(lost_s),
+               "RANKS": str(ranks), "LOST_S": str(lost_s), "MORE": " ".join(more),
                "TRAINING": json.dumps({"settings": {"job": "kept"}, **training})}  # fmt: skip
         self.slurm = slurm
         self.job = slurm.sbatch(_SCRIPT, f"--nodes={ranks + 1}", "--exclusive", "--no-kill", env=env)

@@ -55,9 +55,10 @@ def pretrain(flags: Sequence[str], note: Callable[[int, float, float], None]) ->
 
     def model(pre_process: bool = True, post_process: bool = True, **kwargs: Any) -> GPTModel:
         tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
-        made.append(GPTModel(core_transformer_config_from_args(args), get_gpt_layer_local_spec(), vocab_size=128,
-                             max_sequence_length=LENGTH, pre_process=pre_process, post_process=post_process))  # fmt: skip
-        return made[-1]
+        model = GPTModel(core_transformer_config_from_args(args), get_gpt_layer_local_spec(), vocab_size=128,
+                         max_sequence_length=LENGTH, pre_process=pre_process, post_process=post_process)  # fmt: skip
+        made.append(model)
+        return model
 
     def forward(batches: Iterator[dict[str, torch.Tensor]], model: Callable[..., torch.Tensor]) -> tuple[Any, Any]:
         tokens = next(batches)["tokens"]
