@@ -142,6 +142,18 @@ class Config:
         "number. [rolling_back.md](rolling_back.md#which-steps-are-certified)",
         _NOT_NEGATIVE,
     )
+    history: int = _setting(
+        0,
+        "committed steps that memory keeps besides the newest, for `restore(before=)` and `load`. Each needs as much "
+        "memory as a slot and its redundancy",
+        _NOT_NEGATIVE,
+    )
+    light: int = _setting(
+        0,
+        "between two whole saves, so many saves keep only gradients, from which the steps are made again. 0: every "
+        "save is whole. [light.md](light.md)",
+        _NOT_NEGATIVE,
+    )
     prefer_certified: bool = _setting(False, "1: `restore` takes the newest certified step, if there is one")
     share: bool = _setting(True, "stores once per node what ranks hold alike. 0: only compares it")
     drain_every: int = _setting(
@@ -226,7 +238,7 @@ class Config:
     @property
     def slots(self) -> int:
         """Number of slots that a rank has for its state; each copy has as many."""
-        return slots_of(self.certify_after)
+        return slots_of(self.certify_after, self.history)
 
     @property
     def slots_per_state(self) -> float:
@@ -350,13 +362,13 @@ def others_of(job: str, there: Iterable[str]) -> list[str]:
     return [other[0] for other in others if own and other and other[1] == own[1]]
 
 
-def slots_of(certify_after: int) -> int:
+def slots_of(certify_after: int, history: int = 0) -> int:
     """Return how many slots a rank has for its state (each copy has as many): one is written while the others are kept.
 
     If steps are certified, a third slot holds the certified step. A fourth one holds the step that is on trial while
-    newer ones are saved.
+    newer ones are saved. Each step of the history has one more.
     """
-    return 2 + (certify_after > 0) + (certify_after > 1)
+    return 2 + (certify_after > 0) + (certify_after > 1) + history
 
 
 def _stem(text: str) -> str:

@@ -35,7 +35,7 @@ from ..telemetry.heartbeat import RankFacts, TrainerHeartbeat, read_heartbeats
 from ..telemetry.prometheus_metrics import Metrics
 from ..telemetry.recorder import EventLog, TrainerRecorder, file_of_node
 from ..version import loaded_versions, not_run_with
-from . import off, process_end
+from . import light_saves, off, process_end
 from .adapter_api import AdapterAPI
 
 log = logging.getLogger("mlflash")
@@ -85,6 +85,8 @@ class Checkpointer:
     """
 
     adapting: AdapterAPI
+    enabled: bool
+    _light: light_saves.LightSaves | None = None
     _trainer: TrainerState
     _courier: Client
     _drains: Drains
@@ -95,7 +97,18 @@ class Checkpointer:
         self, directory: str | os.PathLike[str] | None = None, *, comm: Any = None, domains: Any = None,
         replicated: Any = None, process_group: Any = None, **settings: Any,
     ):  # fmt: skip
-        self._config = config.from_environment(os.environ, directory, **settings)
+        self._open(config.from_environment(os.environ, directory, **settings), comm, process_group, replicated, domains)
+        if self.enabled and self._config.light:
+            try:
+                self._light = light_saves.add_to(self, comm, process_group, replicated, domains)
+            except BaseException:  # the caller gets no object that it could close
+                self._end(abandon=True, state="failed")
+                raise
+        for join in joined:
+            join(self)
+
+    def _open(self, settings: Config, comm: Any, process_group: Any, replicated: Any, domains: Any) -> None:
+        self._config = settings
         self.enabled = self._config.enabled
         self._closed = "" if self.enabled else "off"  # why calls are refused; if it is off, nothing has to be closed
         self._is_ended = not self.enabled
@@ -106,8 +119,6 @@ class Checkpointer:
             off.turned_off(self.enabled, comm)  # says so
             disabled: Any = off.Disabled(comm)
             self._courier = self._drains = self._saves = self._restores = self.adapting = disabled
-        for join in joined:
-            join(self)
 
     def _start(self, comm: Any, process_group: Any, replicated: Any, domains: Any) -> None:
         process_end.show_briefly()
@@ -156,6 +167,8 @@ class Checkpointer:
             SaveFailed: only with ``strict``: this save, or an earlier one in the background, failed.
         """
         self._check_open()
+        if self._light is not None:
+            return self._light.save(step, state, until)
         return self._saves.save(step, state, until)
 
     def wait(self) -> None:
@@ -168,6 +181,8 @@ class Checkpointer:
         """
         self._check_open()
         self._saves.wait()
+        if self._light is not None:
+            self._light.lane.wait()
 
     @restart_scope
     def prepare(self, state: Any) -> None:
@@ -220,7 +235,11 @@ class Checkpointer:
         """
         self._check_open()
         wanted = _wanted(step, before, certified)
-        restored = self._restores.restore(state, wanted, None if source is None else os.fspath(source))
+        path = None if source is None else os.fspath(source)
+        if self._light is not None and source is None:
+            restored = self._light.restore(state, wanted)
+        else:
+            restored = self._restores.restore(state, wanted, path)
         if restored is None:
             self._name_others()
         return restored
@@ -266,7 +285,9 @@ class Checkpointer:
         Collective over comm. It reads headers only; :meth:`restore` verifies the bytes.
         """
         self._check_open()
-        return self._restores.steps()
+        whole = self._restores.steps()
+        light = self._light.steps() if self._light is not None else []
+        return sorted({*whole, *(step for step in light if whole and step > whole[0])})
 
     def mark_bad(self, step: int) -> None:
         """Mark a step as bad, for example because it led to a loss spike: restores pass over it from now on.
@@ -411,6 +432,8 @@ class Checkpointer:
         """
         if self._closed:
             return
+        if self._light is not None:
+            self._light.close()
         is_freed = False
         try:
             self._saves.settle()
@@ -451,6 +474,8 @@ class Checkpointer:
     def interrupt(self, why: str) -> None:
         """Make the next call raise Closed, for example because this run is over. Not collective; any thread."""
         self._closed = self._closed or why
+        if self._light is not None:
+            self._light.lane.interrupt(why)
 
     def abandon(self, timeout_s: float = 10.0) -> bool:
         """Give the Checkpointer up without any other rank. Not collective. What was committed stays.
@@ -458,6 +483,8 @@ class Checkpointer:
         Returns:
             Whether nothing copies into its slots any more, so that another Checkpointer may use them.
         """
+        if self._light is not None and not self._light.abandon(timeout_s):
+            return False
         if not self._is_ended:
             self._saves.end()
             self._is_unused = self._trainer.slots.wait_until_written(time.monotonic() + timeout_s)

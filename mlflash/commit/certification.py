@@ -1,7 +1,8 @@
-"""The values of saves: what is suspect, which steps are certified, and which attempts memory holds therefore."""
+"""The values of saves: what is suspect, which steps are certified; and which attempts memory holds."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import logging
@@ -33,19 +34,30 @@ class Certification:
 
     A step is certified when its own values passed their checks, training went on from it for enough steps, and nothing
     saved in between was suspect. One step is on trial at a time. So memory must hold this one, the certified one, and
-    the newest. ``keeps``: a suspect step is dropped, not the one before.
+    the newest. ``keeps``: a suspect step is dropped, not the one before. ``history``: how many more it holds, of those
+    that were committed before the newest.
     """
 
-    def __init__(self, after: int, keeps: bool):
+    def __init__(self, after: int, keeps: bool, history: int = 0):
         self._after, self._keeps = after, keeps
+        self._history: collections.deque[Saved] = collections.deque(maxlen=history)  # before the newest
         self.certified: Saved | None = None  # the newest certified attempt; None if there is none
         self._newest: Saved | None = None
         self._good: Saved | None = None  # the newest that is not suspect
         self._tried: Saved | None = None
         self.held: frozenset[Attempt] = frozenset()  # the attempts that no save may overwrite
 
-    def certified_attempt(self) -> Attempt | None:
-        return None if self.certified is None else self.certified.attempt
+    def found(self, earlier: Sequence[Saved]) -> None:
+        """Note what earlier runs have committed, the newest first, if older steps are held."""
+        if self._history.maxlen and earlier:
+            self._newest = earlier[0]
+            self._history.extend(reversed(earlier[1 : 1 + self._history.maxlen]))
+            self._hold()
+
+    def older(self) -> frozenset[Attempt]:
+        """The attempts that are held whatever is saved or restored next."""
+        history = (*self._history, self._newest) if self._history.maxlen else ()
+        return frozenset(saved.attempt for saved in (self.certified, *history) if saved is not None)
 
     @property
     def has_better(self) -> bool:
@@ -62,15 +74,27 @@ class Certification:
         """Note a commit. Return the attempt that may be certified now, if all its values pass a check."""
         if is_suspect:
             self._tried = None
-            self._newest = self._good if self.has_better else saved
+            if self.has_better:
+                self._newest = self._good
+            else:
+                self._advance(saved)
             self._hold()
             return None
         if self._after and self._tried is None and self._newest is not None and self._newest == self._good:
             self._tried = self._newest
-        self._newest = self._good = saved
+        self._advance(saved)
+        self._good = saved
         self._hold()
         due = self._tried is not None and saved.step - self._tried.step >= self._after
         return self._tried if due else None
+
+    def _advance(self, saved: Saved) -> None:
+        """Make an attempt the newest one, before which is what training continued from."""
+        if self._newest is not None:
+            self._history.append(self._newest)
+        while self._history and self._history[-1].step >= saved.step:  # training went back behind it
+            self._history.pop()
+        self._newest = saved
 
     def tried(self, is_good: bool) -> None:
         if is_good:
@@ -90,8 +114,8 @@ class Certification:
         self._hold()
 
     def _hold(self) -> None:
-        every = (self._newest, self._tried, self.certified)
-        self.held = frozenset(saved.attempt for saved in every if saved is not None)
+        every = (self._newest, self._tried)
+        self.held = self.older().union(saved.attempt for saved in every if saved is not None)
 
 
 # Checks of values: some of them while the checksums of a save are made, and all before a step is certified

@@ -200,7 +200,7 @@ class CourierState:
         self.pool.aside -= trusted  # some were left aside, but can be used after all
         names = [name for name in names if file_number(name) not in self.pool.aside]
         assigned, left_over = assign(files, names, chosen, same_ranks, inboxes, self.shares,
-                                     len(self.pool.own), self.config.slots, self.pool.certified())  # fmt: skip
+                                     len(self.pool.own), self.config.slots, self.pool.older())  # fmt: skip
         self.protection.close_windows()
         # Shares, and slots of ranks of another world, may belong to no rank of this run.
         foreign = (rows["kind"] == Kind.SHARE) | (not same_ranks)

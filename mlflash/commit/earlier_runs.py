@@ -18,6 +18,7 @@ from ..memory.node_directory import NodeDirectory
 from ..memory.parity_layout import recoverable
 from ..memory.slot import Attempt, Kind, Verdict
 from ..mpi.world import World
+from .certification import Saved
 
 log = logging.getLogger("mlflash")
 
@@ -132,6 +133,7 @@ class EarlierRuns:
     choice: Choice | None
     complete: Choice | None  # the newest that is complete, whatever its values are
     certified: Choice | None
+    history: list[Saved]  # what these ranks can restore, the newest first
     newest: int  # the largest generation
     floor: int  # floor, unusable: see `CourierState`
     unusable: bool
@@ -166,7 +168,20 @@ def scan_earlier_runs(config: Config, world: World, memory: NodeDirectory) -> Ea
             log.info("fresh start %r was made before, and this run goes on from its step %d: another word begins anew",
                      config.fresh, choice.step)  # fmt: skip
     certified = choose(stock, node_of, WantedStep(certified=True))
-    return EarlierRuns(stock, choice, choose(stock, node_of), certified, newest, floor, unusable, aside)
+    history = history_of(stock, node_of)
+    return EarlierRuns(stock, choice, choose(stock, node_of), certified, history, newest, floor, unusable, aside)
+
+
+def history_of(stock: Inventory, node_of: Sequence[int]) -> list[Saved]:
+    """List what as many ranks as now have saved and can restore, one before the other, the newest first."""
+    history: list[Saved] = []
+    for attempt, step, world_size in stock.attempts():
+        went_back = bool(history) and step >= history[-1].step  # training began again before it
+        if world_size != len(node_of) or went_back:
+            continue
+        if _sources(stock.of(attempt), attempt, step, world_size, node_of) is not None:
+            history.append(Saved(attempt, step))
+    return history
 
 
 def _unreadable_and_newer(world: World, memory: NodeDirectory, step: int) -> set[int]:

@@ -100,8 +100,9 @@ def _assemble(
     run_id: bytes = world.broadcast(os.urandom(16), 0)
     recorder = world.on_all(lambda: _recorder(config, world, memory, run_id.hex()[:8], start))
     examiner = Examiner(config.check_values, [pattern for pattern in config.check_skip.split(",") if pattern])
-    certification = Certification(config.certify_after, config.on_suspect == "keep")
-    pool.certified = certification.certified_attempt
+    certification = Certification(config.certify_after, config.on_suspect == "keep", config.history)
+    pool.older = certification.older
+    certification.found(earlier.history)
     if earlier.certified is not None and config.certify_after and earlier.certified.world_size == world.size:
         certification.certified = Saved(earlier.certified.attempt, earlier.certified.step)
     state = CourierState(config, world, memory, protection, known, pool, recorder, copy_threads, pace, examiner,

@@ -30,6 +30,8 @@ PRIVATE = "owned by this user, no access for group and others, not a link"
 _MOST_NAMES = 1000  # names to try; whoever takes more of them could also fill the memory
 _passed_over: set[str] = set()
 
+LIGHT = ".light"
+"""After the name of a job: where its light saves are."""
 SLOT_NAME = re.compile(r"slot-(\d{4,})")
 _LOCK_NAME = "lock"
 _PULSE_NAME = re.compile(r"pulse-\d{4,}")
@@ -418,7 +420,7 @@ def held_by_jobs(memory: str) -> dict[str, int]:
 
 
 def clean(memory: str, job: str, wait_s: float = 0.0) -> int:
-    """Delete what a job holds in the memory of this node; return the bytes freed.
+    """Delete what a job holds in the memory of this node, with its light saves; return the bytes freed.
 
     Args:
         wait_s: how long to wait for processes of the job that still end.
@@ -427,10 +429,11 @@ def clean(memory: str, job: str, wait_s: float = 0.0) -> int:
         JobInUse: the job is alive; nothing of this node was deleted.
         UnsafePath: its directory is not private to this user.
     """
+    light = clean(memory, job + LIGHT, wait_s) if job + LIGHT in jobs_of(memory) else 0
     held = NodeDirectory(memory, job)
     try:
         held.lock(0, 1, wait_s)
-        return held.wipe()
+        return light + held.wipe()
     finally:
         held.close()
 

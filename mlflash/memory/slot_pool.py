@@ -45,8 +45,8 @@ class SlotPool:
         self._needed: set[int] = set()  # files to delete once a newer step is committed
         self._stale: set[int] = set()  # those of `_spare` that do not hold the restored attempt
         self.aside: set[int] = set()  # files of this node that are not touched until a newer step is committed
-        # returns the attempt that is held in addition to the newest; None: there is none
-        self.certified: Callable[[], Attempt | None] = lambda: None
+        # returns the attempts that are held in addition to the newest
+        self.older: Callable[[], Collection[Attempt]] = lambda: ()
         self._reported: dict[SlotId, tuple[int, int]] = {}  # inodes and sizes of the files that the trainer knows
         self._taking = threading.Lock()  # held to take a free slot, or to make one free
         self._is_exchanging = False  # whether slots get other files now, so that none is leased
@@ -98,14 +98,14 @@ class SlotPool:
         close_others(slots, self.all())
 
     def _judge(self, slot: Slot, chosen: Attempt | None, trusted: bool) -> None:
-        if chosen != self.certified() and self._is_certified(slot):  # not verified here, but when it is needed
-            slot.use = Use.HOLDS
-        elif slot.header is not None and slot.header.attempt == chosen:
+        if slot.header is not None and slot.header.attempt == chosen:
             if trusted:
                 slot.use = Use.HOLDS
             else:  # erased as soon as the attempt is complete elsewhere
                 slot.header = None
                 self._rejected.append(slot)
+        elif self._is_older(slot):  # not verified here, but when it is needed
+            slot.use = Use.HOLDS
 
     def _attach(self, number: int | None, mapped: dict[int, shared_memory_segment.Segment]) -> Slot:
         if number is None:
@@ -118,8 +118,8 @@ class SlotPool:
             log.warning("%s is passed over: %s", file_name(number), error)
         return Slot()
 
-    def _is_certified(self, slot: Slot) -> bool:
-        return slot.header is not None and slot.header.attempt == self.certified()
+    def _is_older(self, slot: Slot) -> bool:
+        return slot.header is not None and slot.header.attempt in self.older()
 
     # Leases of own slots
 
@@ -230,15 +230,15 @@ class SlotPool:
 
         Args:
             taken: the slots it was staged into; the others may already be busy with the next save.
-            held: the attempts that must be held once it is committed; None: this one, and the certified one.
+            held: the attempts that must be held once it is committed; None: this one, and older ones.
         """
         for slot in [*taken, *(slot for pair in self.inbox.values() for slot in pair)]:
             if slot.use is Use.BUSY:
                 slot.lease, slot.use = 0, Use.HOLDS if committed else Use.FREE
         if committed:
-            self.hold_only({attempt, self.certified()} if held is None else held)
+            self.hold_only({attempt, *self.older()} if held is None else held)
 
-    def hold_only(self, held: Collection[Attempt | None]) -> None:
+    def hold_only(self, held: Collection[Attempt]) -> None:
         for slot in self.all():
             if slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt not in held):
                 slot.use = Use.FREE
@@ -256,7 +256,7 @@ class SlotPool:
                 slot.use = Use.FREE
         self._rejected = []
         for slot in self.all():
-            if slot.use is Use.HOLDS and not self._is_certified(slot) and not any(slot is other for other in slots):
+            if slot.use is Use.HOLDS and not self._is_older(slot) and not any(slot is other for other in slots):
                 slot.use = Use.FREE
 
     def hold_older(self) -> None:
@@ -269,9 +269,7 @@ class SlotPool:
     def free_older(self, restored: Attempt) -> None:
         """Let saves write the own slots that do not hold the restored attempt."""
         for slot in (*self.own, *self.shares):
-            if slot.use is Use.HOLDS and (
-                slot.header is None or slot.header.attempt not in (restored, self.certified())
-            ):
+            if slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt not in (restored, *self.older())):
                 slot.use = Use.FREE
 
     def keep_for_now(self, slot: Slot) -> None:
@@ -349,7 +347,7 @@ def assign(
     shares: Mapping[int, tuple[int, int]],
     own: int = 2,
     copies: int = 2,
-    certified: Attempt | None = None,
+    older: Collection[Attempt] = (),
 ) -> tuple[dict[int, AssignedFiles], list[int]]:
     """Divide the files of a node among its ranks, so that ranks that moved do not double the memory.
 
@@ -370,7 +368,7 @@ def assign(
         The files of each rank here, and the numbers of those left over (to be deleted once the redundancy is complete
         in its new places).
     """
-    unused = _Unused(files, names, chosen, certified)
+    unused = _Unused(files, names, chosen, older)
     assigned = {
         rank: AssignedFiles([None] * own, {owner: [None] * copies for owner in inboxes[rank]}, [None] * own)
         for rank in inboxes
@@ -401,11 +399,11 @@ def assign(
 
 
 class _Unused:
-    """The files of a node that no rank has taken over yet, the certified ones first; ``chosen``: by attempt."""
+    """The files of a node that no rank has taken over yet, those that are held first; ``chosen``: by attempt."""
 
-    def __init__(self, inventory: Inventory, names: Sequence[str], chosen: Attempt | None, certified: Attempt | None):
-        self._certified = set(inventory.of(certified).rows["file"].tolist()) if certified else set[int]()
-        self.numbers = sorted(map(file_number, names), key=lambda number: (number not in self._certified, number))
+    def __init__(self, inventory: Inventory, names: Sequence[str], chosen: Attempt | None, older: Collection[Attempt]):
+        self._held = {file for attempt in older for file in inventory.of(attempt).rows["file"].tolist()}
+        self.numbers = sorted(map(file_number, names), key=lambda number: (number not in self._held, number))
         self.chosen = {int(file) for file in inventory.of(chosen).rows["file"]} if chosen else set()
         self._content: dict[int, tuple[Kind, object]] = {}
         for row in inventory.rows:
@@ -414,10 +412,10 @@ class _Unused:
             self._content[int(row["file"])] = (kind, of_share if kind is Kind.SHARE else int(row["rank"]))
 
     def take(self, is_chosen: bool, kind: Kind, what: object = None, fills: bool = False) -> int | None:
-        """Take the first file of a kind that holds ``what``; ``fills``: leave the certified ones to their slots."""
+        """Take the first file of a kind that holds ``what``; ``fills``: leave those that are held to their slots."""
         for number in self.numbers:
             file_kind, holds = self._content.get(number, (kind, None))
-            may_be = (number in self.chosen) is is_chosen and not (fills and number in self._certified)
+            may_be = (number in self.chosen) is is_chosen and not (fills and number in self._held)
             if may_be and file_kind is kind and what in (None, holds):
                 self.numbers.remove(number)
                 return number

@@ -220,6 +220,25 @@ class Restores:
         return self._restored(home), state
 
     @_doing
+    def look_at(self, step: int) -> Any:
+        """Return a state that these ranks have saved, anew. Training does not go on from it.
+
+        Collective over comm. Raises StepNotFound, WorldSizeChanged or Unrestorable on all ranks.
+        """
+        checkpoint = self._find(Search(WantedStep(step)))
+        assert isinstance(checkpoint, MemoryCheckpoint) and checkpoint.own is not None
+        home = checkpoint.own
+
+        def build() -> Any:
+            manifest = home.manifest
+            return materialize(manifest.tree, manifest.entries, manifest.plain, home.reader())
+
+        try:
+            return self._ranks.together(build, lambda why: MlflashError(f"loading failed: {why}"), step)
+        finally:
+            self._slots.unmap_others(home.shares)
+
+    @_doing
     def open(self, step: int | None, broadcast: Collection[str], source: str | None = None) -> OpenCheckpoint | None:
         """Open a checkpoint to read any part of it; see `AdapterAPI.open`."""
         find = self._find_verified if step is None else self._find

@@ -142,7 +142,7 @@ class LazyLeaves:
             self.why = "capturable=True: a CUDA graph may replay the optimizer's steps, and then no hook runs"
             return {}
         of_optimizers = (tensor for optimizer in until.optimizers for tensor in _tensors_of(optimizer))
-        memory = _Memory(itertools.chain(of_optimizers, map(local, until.owned())))
+        memory = Memory(itertools.chain(of_optimizers, map(local, until.owned())))
         owners = ((number, value, memory.owner_of(value)) for number, value in lazy)
         owned = {number: _Owner(value, owner) for number, value, owner in owners if owner is not None}
         if lazy and not owned:
@@ -165,7 +165,7 @@ class _Owner:
         return tensor is not None and (leaf.data_ptr(), tensor.data_ptr()) == self._places
 
 
-class _Memory:
+class Memory:
     """The memory of contiguous tensors, by device."""
 
     def __init__(self, tensors: Iterable[Any]):

@@ -76,6 +76,18 @@ class SaveQueue:
         self.after_save(snapshot)
         return snapshot
 
+    def save_flat(self, step: int, flat: Flat) -> Snapshot:
+        """Stage a state that was taken apart, and post the rest."""
+        return self._save(step, lambda save: self._fill(save, flat))
+
+    def fail(self, step: int, why: MlflashError) -> Snapshot:
+        """Let a save fail on all ranks, because this rank cannot save what they save."""
+
+        def fill(save: PendingSave) -> None:
+            raise why
+
+        return self._save(step, fill)
+
     def begin(self, step: int, thread: threading.Thread) -> ReservedSave:
         """Announce that a save follows; see `AdapterAPI.begin`."""
         self.reservations.end()

@@ -3,6 +3,7 @@ bits."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -112,6 +113,24 @@ def test_fewer_ranks_train_on_and_more_when_the_node_is_back(
     assert [end["digest"] for end in ends] == uninterrupted(tmp_path, *parts, kind=kind), parts
     assert [str(end["pid"]) for end in ends[:2]] == [before[0], before[2]], "who was left stayed"
     print(kind, run.log())
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_with_light_saves_a_lost_node_costs_no_step_that_was_committed(
+    start: Any, nodes: Nodes, tmp_path: Path, kind: str
+) -> None:
+    run = start(hold_at=20, kind=kind, settings={"job": "kept", "light": 9})  # whole: 1, 11, 21
+    run.wait_for(18)
+    lose(nodes, "host2", "crash")
+    run.go_on()
+    assert run.wait() == 0, run.log()
+    (recovered,) = run.events("recovered")
+    assert recovered["lost"] == [1] and recovered["step"] >= 17 and len(run.events("start")) == 1, run.log()
+    steps = [int(step[1]) for step in run.steps(0)]
+    again = [after for before, after in itertools.pairwise(steps) if after != before + 1]
+    assert again in ([], [recovered["step"] + 1])
+    assert [end["digest"] for end in run.ends()] == uninterrupted(tmp_path, (RANKS, LAST), kind=kind)
+    print(kind, recovered)
 
 
 def warn(nodes: Nodes, host: str) -> None:

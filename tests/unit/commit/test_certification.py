@@ -35,10 +35,13 @@ def test_one_is_tried_at_a_time_for_as_many_steps_as_are_asked_for() -> None:
 
 @pytest.mark.parametrize("after", [0, 1, 7])
 @pytest.mark.parametrize("keeps", [False, True])
-def test_there_is_always_a_slot_to_write_and_the_best_that_is_known_is_held(after: int, keeps: bool) -> None:
-    slots = 2 + (after > 0) + (after > 1)
+@pytest.mark.parametrize("history", [0, 3])
+def test_there_is_always_a_slot_to_write_and_the_best_that_is_known_is_held(
+    after: int, keeps: bool, history: int
+) -> None:
+    slots = 2 + (after > 0) + (after > 1) + history
     for seed in range(200):
-        rng, certification, step = random.Random(seed), Certification(after, keeps), 0
+        rng, certification, step = random.Random(seed), Certification(after, keeps, history), 0
         verdicts: dict[int, bool] = {}
         for _ in range(30):
             step += rng.randrange(1, 6)

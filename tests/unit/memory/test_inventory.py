@@ -70,7 +70,7 @@ def test_the_certified_state_of_a_rank_fills_no_slot_for_the_copies_of_another_o
     rows = [(RUN_A, 4, 40, 0, 0, 3), (RUN_A, 3, 30, 0, 0, 2), (RUN_A, 3, 30, 0, 0, 4), (RUN_A, 2, 20, 0, 0, 6),
             (RUN_A, 4, 40, 1, 0, 8), (RUN_A, 2, 20, 1, 0, 7)]  # fmt: skip
     here = names(2, 3, 4, 6, 7, 8)
-    files, unused = assign(table(*rows), here, Attempt(RUN_A, 4), True, {0: [1]}, {}, 5, 4, certified=Attempt(RUN_A, 2))
+    files, unused = assign(table(*rows), here, Attempt(RUN_A, 4), True, {0: [1]}, {}, 5, 4, older=[Attempt(RUN_A, 2)])
     assert (files[0].own, files[0].inbox, unused) == ([3, 6, 2, None, None], {1: [8, 7, 4, None]}, [])
 
 

@@ -1,0 +1,371 @@
+"""Light saves: between two whole saves, a save keeps what the optimizers did, and a restore does it again.
+
+A step changes weights and moments, which are most of a state, only by its gradients. They are a fifth to a quarter of
+it. So a *light save* keeps the gradients and settings of the steps since the save before, and all else of the state as
+it is now (the *rest*: schedules, scalers, random generators, counters, buffers). It is an ordinary save of another
+Checkpointer, which has as many slots as there are light saves that may be needed, so it is protected, committed and
+verified like any other. A restore takes the newest whole save, repeats the steps of each light save after it by the
+optimizer's own code, and fills in the rest of the last one.
+
+A light save carries digests of the tensors that the optimizers own, before and after its steps. If what was repeated
+differs, the restore ends at the light save before. So a restore gives the bits of a step that was saved, or an older
+one. During the first light saves of a run, a copy of the optimizers makes each step as well (`Shadow`), so that a
+device on which a repeated step is not exact is found before it is needed.
+
+What decides whether a save is light is the same on all ranks: counts, and how earlier saves ended. A rank that cannot
+save what the others save lets that save fail, on all ranks; the next one is whole.
+
+Source: Checkmate (2507.13522) and LowDiff (2509.04084) keep gradients in the place of states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from ..errors import CorruptSlot, MlflashError, SaveFailed, StepNotFound, WorldSizeChanged, text_of
+from ..memory.inventory import WantedStep
+from ..memory.node_directory import LIGHT
+from ..save.lazy_saves import Memory, local
+from ..save.repeated_steps import Shadow, Step, Tape, digest, optimizers_in, repeat, tensors_of
+from ..save.snapshot import Snapshot
+from ..state.flatten import Flattener
+from ..state.leaves import Entry, Flat, Structure, as_bytes
+from ..state.manifest import encode_entries, encode_tree
+from ..state.rebuild import Filling
+
+if TYPE_CHECKING:
+    from .checkpointer import Checkpointer
+
+log = logging.getLogger("mlflash")
+
+MARGIN = 2
+"""Saves after a whole one, at which it must have ended."""
+_TRIES = 3  # light saves that may fail before all saves are whole
+
+
+def history_of(light: int) -> int:
+    """How many light saves memory keeps besides the newest: all since the last whole save but one may be needed."""
+    return light + 2 * MARGIN
+
+
+def add_to(whole: Checkpointer, comm: Any, process_group: Any, replicated: Any, domains: Any) -> LightSaves:
+    """Make the light saves of a Checkpointer. Collective over comm. The arguments are those of the Checkpointer."""
+    config = whole._config
+    settings = dataclasses.replace(
+        config, job=config.job + LIGHT, light=0, history=history_of(config.light), directory=None, drain_every=0,
+        certify_after=0, prefer_certified=False, check_values=0, reserve=0, when_busy="wait", strict=False,
+        metrics="", heartbeat=False,
+    )  # fmt: skip
+    if isinstance(replicated, Mapping):
+        replicated = {f"grads.*.{pattern}": ranks for pattern, ranks in replicated.items()}
+    elif replicated is not None:
+        replicated = {"grads.*": replicated}
+    lane = object.__new__(type(whole))
+    lane._open(settings, comm, process_group, replicated, domains)
+    return LightSaves(whole, lane, config.light)
+
+
+class LightSaves:
+    """Saves and restores for a Checkpointer with ``light`` above 0.
+
+    Args:
+        whole: makes the whole saves.
+        lane: the Checkpointer of the light saves.
+        most: how many saves may be light between two whole ones.
+    """
+
+    def __init__(self, whole: Checkpointer, lane: Checkpointer, most: int):
+        self._whole, self.lane, self._most = whole, lane, most
+        self._margin = min(MARGIN, most)
+        self._flattener, self._content_flattener = Flattener(), Flattener()
+        self._tape: Tape | None = None
+        self._shadow: Shadow | None = None
+        self._checks = True  # whether a copy of the optimizers will repeat steps from the next whole save on
+        self._inexact = ""  # what this copy had other bits of
+        self._since: int | None = None  # saves since the last whole one; None: there is none, or none after a failure
+        self._base: Snapshot | None = None  # the whole save, until it is known how it ended
+        self._last: Snapshot | None = None  # the last light save
+        self._before: tuple[int, int] | None = None  # step and digest of the save before
+        self._owned: _Owned | None = None
+        self._said: set[str] = set()
+        self._failures = 0  # light saves that failed one after the other
+
+    def save(self, step: int, state: Any, until: Any) -> Snapshot:
+        """Save as `Checkpointer.save` does, if possible lightly."""
+        is_due = self._is_due()
+        tape = self._follow(state)
+        light = None
+        if self._since is not None and self._failures < _TRIES:
+            light = self._last = self._save_light(step, state, tape)
+        self._note(step, state, tape)
+        if is_due:
+            self._since, self._base = 0, self._whole._saves.save(step, state, until)
+            self._begin_check(tape)
+            return self._base
+        assert light is not None and self._since is not None
+        self._since += 1
+        self._whole._saves.last_step = light.step
+        self._whole._saves.after_save(light)
+        return light
+
+    def _is_due(self) -> bool:
+        """Whether this save must be whole. The same on all ranks: it waits for what it depends on."""
+        if self._last is not None:
+            has_committed = _has_committed(self._last)
+            self._failures = 0 if has_committed else self._failures + 1
+            if not has_committed:
+                self._since = None  # what comes after it cannot be repeated
+        self._last = None
+        if self._base is not None and (self._since is None or self._since >= self._margin):
+            if not _has_committed(self._base):
+                self._since = None
+            self._base = None
+        return self._since is None or self._since >= self._most or self._failures >= _TRIES
+
+    def _follow(self, state: Any) -> Tape:
+        """Note the steps of the optimizers that are in a state."""
+        optimizers = optimizers_in(state)
+        if self._tape is None or list(map(id, self._tape.optimizers)) != list(map(id, optimizers)):
+            if self._tape is not None:
+                self._tape.close()
+            self._tape, self._before = Tape(optimizers), None
+        return self._tape
+
+    def _note(self, step: int, state: Any, tape: Tape) -> None:
+        """Begin what the next light save continues."""
+        if self._shadow is not None:
+            self._check(tape.steps)
+        tape.clear()
+        self._before = step, digest(list(tensors_of(tape.optimizers)), step)
+
+    def _save_light(self, step: int, state: Any, tape: Tape) -> Snapshot:
+        try:
+            flat, why = self._take_apart(step, state, tape)
+        except Exception as error:  # of an object in the state, or of an optimizer
+            flat, why = None, text_of(error)
+        if flat is None:
+            self._say(why)
+            return self.lane._saves.fail(step, SaveFailed(f"it cannot be light: {why}"))
+        return self.lane._saves.save_flat(step, flat)
+
+    def _take_apart(self, step: int, state: Any, tape: Tape) -> tuple[Flat | None, str]:
+        """Give what a light save has, taken apart; or None, and why there is none."""
+        why = "no torch optimizer is in the state" if not tape.optimizers else self._inexact or tape.problem()
+        if why or self._before is None:
+            return None, why or "the state has other optimizers than before"
+        flat = self._flattener.flatten(state)
+        is_first, before = self._owned is None, self._owned
+        if before is None or before.structure is not flat.structure:
+            self._owned = _Owned(flat, tape.optimizers)
+            if not is_first:
+                return None, "the structure of the state has changed"
+        assert self._owned is not None
+        names = self._owned.names
+        return self._content_flattener.flatten({
+            "before": list(self._before), "after": digest(list(tensors_of(tape.optimizers)), step),
+            "structure": self._owned.digest, "plain": json.dumps(flat.plain),
+            "steps": [{"optimizer": s.optimizer, "groups": s.groups, "scaler": s.scaler} for s in tape.steps],
+            "grads": {str(number): {names[id(p)]: grad for p, grad in _pairs(s, tape.optimizers) if grad is not None}
+                      for number, s in enumerate(tape.steps)},
+            "rest": {flat.structure.entries[n].name: flat.values[n] for n in self._owned.rest},
+        }), ""  # fmt: skip
+
+    def _say(self, why: str) -> None:
+        if why not in self._said:
+            log.warning("saves are whole, and none of them is light: %s", why)
+        self._said.add(why)
+
+    # Whether repeated steps are exact here
+
+    def _begin_check(self, tape: Tape) -> None:
+        if not self._checks or not tape.optimizers or tape.why_not:
+            return
+        self._checks = False
+        try:
+            self._shadow = Shadow(tape.optimizers)
+        except Exception as error:  # it takes memory
+            log.info("whether repeated steps are exact here was not checked: %s", error)
+
+    def _check(self, steps: Sequence[Step]) -> None:
+        assert self._shadow is not None
+        try:
+            self._shadow.repeat(steps)
+            differs = self._shadow.differs()
+        except Exception as error:  # an optimizer may do anything
+            differs = f"an error: {error}"
+        if differs:
+            self._inexact = f"a step that was made again on this device gave other bits, the first in {differs}"
+        if differs or (self._since is not None and self._since + 1 >= self._most):
+            self._shadow = None
+
+    # Restoring
+
+    def restore(self, state: Any, wanted: WantedStep) -> int | None:
+        """Restore the newest whole save that fits, and repeat the steps of the light saves after it.
+
+        Collective over comm. Arguments and exceptions are those of `Checkpointer.restore`.
+        """
+        self._since = self._base = self._last = None
+        end, whole = None if wanted.before is None else wanted.before - 1, wanted
+        if wanted.certified:
+            end = -1
+        elif wanted.step is not None:
+            end = wanted.step
+            if end not in self._whole._restores.steps():
+                whole = WantedStep(before=end)
+        restore_whole: Callable[[], int | None] = lambda: self._whole._restores.restore(state, whole, None)
+        base = restore_whole()
+        if base is None:
+            return None
+        reached = self._restore_from(base, state, restore_whole, end)
+        if wanted.step not in (None, reached):
+            raise StepNotFound("this step is neither in memory nor in the directory, and cannot be made again",
+                               step=wanted.step, found=f"step {reached}, which is in the state now")  # fmt: skip
+        return reached
+
+    def _restore_from(self, base: int, state: Any, restore_whole: Callable[[], int | None], end: int | None) -> int:
+        while True:
+            reached, is_clean = self._repeat(state, base, end)
+            if is_clean:
+                return reached
+            log.warning("the step after %d had other bits when it was made again: training goes on from step %d",
+                        reached, reached)  # fmt: skip
+            end = reached
+            if restore_whole() != base:
+                raise CorruptSlot("the whole save is not there any more that was restored a moment ago", step=base)
+
+    def _repeat(self, state: Any, base: int, last: int | None) -> tuple[int, bool]:
+        """Repeat what follows a whole save. Return the step that was reached, and whether the state is that of it."""
+        tape, lane = self._follow(state), self.lane
+        ranks = lane._trainer.ranks
+        reached, content = base, None
+        tape.is_paused, saves = True, self._whole._saves
+        saves.undefined = "steps that were saved lightly were not all made again"
+        try:
+            for step in lane.steps():
+                if step <= base or (last is not None and step > last):
+                    continue
+                try:
+                    found = lane._restores.look_at(step)
+                except (WorldSizeChanged, StepNotFound) as error:
+                    log.warning("step %d cannot be made again: %s", step, error)
+                    break
+                tensors = list(tensors_of(tape.optimizers))
+                follows = found["before"] == [reached, digest(tensors, reached)]
+                if not ranks.all_of(follows and self._fits(state, found)):
+                    break
+                self._make(found, tape.optimizers)
+                if not ranks.all_of(digest(list(tensors_of(tape.optimizers)), step) == found["after"]):
+                    return reached, False
+                reached, content = step, found
+            if content is not None:
+                self._fill(state, reached, content)
+        finally:
+            tape.is_paused = False
+        saves.undefined = ""
+        saves.last_step = reached
+        tape.clear()
+        self._before = reached, digest(list(tensors_of(tape.optimizers)), reached)
+        if reached != base and not ranks.rank:
+            log.info("made the steps after %d again, up to step %d", base, reached)
+        return reached, True
+
+    def _fits(self, state: Any, found: dict[str, Any]) -> bool:
+        flat = self._flattener.flatten(state)
+        self._owned = _Owned(flat, self._follow(state).optimizers)
+        return bool(self._owned.digest == found["structure"])
+
+    def _make(self, found: dict[str, Any], optimizers: Sequence[Any]) -> None:
+        assert self._owned is not None
+        names = self._owned.names
+        for number, kept in enumerate(found["steps"]):
+            grads = found["grads"][str(number)]
+            groups = optimizers[kept["optimizer"]].param_groups
+            of_groups = [[grads.get(names[id(parameter)]) for parameter in group["params"]] for group in groups]
+            repeat(Step(kept["optimizer"], kept["groups"], of_groups, kept["scaler"]), optimizers)
+
+    def _fill(self, state: Any, step: int, found: dict[str, Any]) -> None:
+        """Fill in the rest: what optimizers own is left as it is."""
+        flat = self._flattener.flatten(state)
+        structure, starts = flat.structure, list[int]()
+        for number, tie in enumerate(structure.ties):  # an entry is known by where it begins
+            starts.append(number if tie < 0 else starts[tie])
+        entries = tuple(map(lambda entry, start: dataclasses.replace(entry, start=start), structure.entries, starts))
+
+        def read(entry: Entry) -> Any:
+            value = found["rest"].get(entry.name)
+            return as_bytes(flat.values[entry.start].detach().cpu().contiguous() if value is None else value)
+
+        filling = Filling(state, structure.tree, entries, json.loads(found["plain"]), read)
+        self._whole._restores._loading.fill(step, filling)
+
+    def steps(self) -> list[int]:
+        """List the steps of light saves in memory. Collective over comm."""
+        return self.lane.steps()
+
+    def close(self) -> None:
+        """Wait for the light saves so far, and leave the optimizers alone. Collective over comm."""
+        self._leave()
+        self.lane.close()
+
+    def abandon(self, timeout_s: float) -> bool:
+        """See `Checkpointer.abandon`."""
+        self._leave()
+        return self.lane.abandon(timeout_s)
+
+    def _leave(self) -> None:
+        if self._tape is not None:
+            self._tape.close()
+        self._tape = self._shadow = None
+
+
+class _Owned:
+    """What of a state its optimizers own, and what is left.
+
+    Attributes:
+        rest: numbers of the leaves that no optimizer owns.
+        names: for each parameter of an optimizer, by its id, the name of its leaf.
+        digest: of names, shapes and order of all leaves.
+    """
+
+    def __init__(self, flat: Flat, optimizers: Sequence[Any]):
+        self.structure: Structure = flat.structure
+        memory = Memory(tensors_of(optimizers))
+        owners = [memory.owner_of(value) if _is_plain(value) else None for value in flat.values]
+        self.rest = [number for number, owner in enumerate(owners) if owner is None]
+        named = {id(owner): flat.structure.entries[n].name for n, owner in reversed(list(enumerate(owners)))
+                 if owner is not None}  # fmt: skip
+        self.names: dict[int, str] = {}
+        for number, optimizer in enumerate(optimizers):
+            for place, group in enumerate(optimizer.param_groups):
+                for at, parameter in enumerate(group["params"]):
+                    self.names[id(parameter)] = named.get(id(local(parameter)), f"{number} {place} {at}")
+        content = encode_entries(flat.structure.entries) + encode_tree(flat.structure.tree)
+        self.digest = xxhash.xxh3_64_hexdigest(content)
+
+
+def _is_plain(value: Any) -> bool:
+    torch = sys.modules["torch"]
+    return isinstance(value, torch.Tensor) and value.is_contiguous() and not (value.is_conj() or value.is_neg())
+
+
+def _pairs(step: Step, optimizers: Sequence[Any]) -> Sequence[tuple[Any, Any]]:
+    groups = optimizers[step.optimizer].param_groups
+    return [pair for group, grads in zip(groups, step.grads, strict=True)
+            for pair in zip(group["params"], grads, strict=True)]  # fmt: skip
+
+
+def _has_committed(snapshot: Snapshot) -> bool:
+    """Wait for the end of a save. Return how it ended, which is the same on all ranks."""
+    try:
+        snapshot.wait()
+    except MlflashError:
+        return False
+    return snapshot.committed

@@ -1,0 +1,243 @@
+"""The steps of a training's optimizers, as they are made: which gradients each uses, and with which settings.
+
+A step of an optimizer is repeated by the optimizer's own code, from the same state, gradients and settings. So that is
+all that has to be kept of it. Gradients are not copied here: whoever saves them does that, and asks before whether
+something has changed them since (`Tape.problem`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import xxhash
+
+from .lazy_saves import is_torch_optimizer, local
+
+_OF_SCALER = ("grad_scale", "found_inf")  # attributes that an AMP scaler sets for the step of a fused optimizer
+_SAMPLED, _MOST = 64, 256  # elements of a tensor, and tensors, that a digest has
+
+
+@dataclasses.dataclass
+class Step:
+    """A step that an optimizer is about to make.
+
+    Attributes:
+        optimizer: its number.
+        groups: the settings of each of its groups, such as the learning rate, without the parameters.
+        grads: for each group, the gradient of each parameter; None: it has none.
+        scaler: tensors of an AMP scaler, by name.
+    """
+
+    optimizer: int
+    groups: list[dict[str, Any]]
+    grads: list[list[Any]]
+    scaler: dict[str, Any]
+
+
+def optimizers_in(state: Any) -> list[Any]:
+    """Find the torch optimizers in a nested state, each once, in its order."""
+    found: dict[int, Any] = {}
+    todo = [state]
+    while todo:
+        value = todo.pop(0)
+        if is_torch_optimizer(value):
+            found.setdefault(id(value), value)
+        elif isinstance(value, dict):
+            todo += value.values()
+        elif isinstance(value, (list, tuple)):
+            todo += value
+    return list(found.values())
+
+
+def tensors_of(optimizers: Iterable[Any]) -> Iterator[Any]:
+    """Give the parameters of optimizers and what they hold for these, as local tensors, in a fixed order."""
+    torch = sys.modules["torch"]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield local(parameter)
+                values = optimizer.state.get(parameter, {})
+                yield from (local(values[name]) for name in sorted(values) if isinstance(values[name], torch.Tensor))
+
+
+class Tape:
+    """Notes the steps of some optimizers from now on.
+
+    Attributes:
+        steps: those since `clear`.
+        why_not: why one of them cannot be repeated, for the rest of the training; "": nothing is wrong.
+    """
+
+    def __init__(self, optimizers: Sequence[Any]):
+        import torch
+
+        self.optimizers, self.steps, self.why_not = optimizers, list[Step](), ""
+        self._copies = False  # whether gradients are copied before a step, as something changes them after it
+        self._versions: list[int] = []  # of the gradients of `steps`, when they were noted
+        self._weights = self._weights_version()
+        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
+        self._handles = [each.register_step_pre_hook(before) for each in optimizers]
+        self._handles += [each.register_step_post_hook(after) for each in optimizers]
+        self.is_paused = False
+
+    def close(self) -> None:
+        """Leave the optimizers alone from now on."""
+        for handle in self._handles:
+            handle.remove()
+
+    def clear(self) -> None:
+        """Begin anew, after a save or a restore."""
+        self.steps, self._versions = [], []
+        self._weights = self._weights_version()
+
+    def problem(self) -> str:
+        """Why the steps that were noted cannot be repeated from what is in memory now; "": they can."""
+        if not self.why_not and [grad._version for grad in self._grads()] != self._versions:
+            self._copies = True  # from the next step on
+            return "gradients were changed between the optimizer's step and the save"
+        if not self.why_not and self._weights != self._weights_version():
+            return "something other than the optimizer's step has changed weights or what the optimizer holds"
+        return self.why_not
+
+    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.is_paused or self.why_not:
+            return
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            self.why_not = f"the step of {type(optimizer).__name__} gets arguments, such as a closure"
+            return
+        if self._weights != self._weights_version():
+            return  # `problem` says so
+        step = Step(self.optimizers.index(optimizer), [], [], {})
+        for group in optimizer.param_groups:
+            step.groups.append({name: self._setting(value) for name, value in group.items() if name != "params"})
+            step.grads.append([None if each.grad is None else self._grad(each.grad) for each in group["params"]])
+        step.scaler = {name: getattr(optimizer, name).clone() for name in _OF_SCALER
+                       if getattr(optimizer, name, None) is not None}  # fmt: skip
+        self.steps.append(step)
+        self._versions += [grad._version for grads in step.grads for grad in grads if grad is not None]
+
+    def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.is_paused:
+            self._weights = self._weights_version()
+
+    def _grad(self, grad: Any) -> Any:
+        own = local(grad)
+        if own.is_sparse:
+            self.why_not = "gradients are sparse"
+        return own.clone() if self._copies else own
+
+    def _setting(self, value: Any) -> Any:
+        return value.clone() if isinstance(value, sys.modules["torch"].Tensor) else value
+
+    def _grads(self) -> Iterator[Any]:
+        return (grad for step in self.steps for grads in step.grads for grad in grads if grad is not None)
+
+    def _weights_version(self) -> int:
+        return sum(tensor._version for tensor in tensors_of(self.optimizers))
+
+
+def repeat(step: Step, optimizers: Sequence[Any]) -> None:
+    """Make a step again. Parameters have no gradients afterwards. Not collective."""
+    optimizer = optimizers[step.optimizer]
+    settings = []
+    for group, kept, grads in zip(optimizer.param_groups, step.groups, step.grads, strict=True):
+        settings.append({name: group[name] for name in kept})
+        group.update(kept)
+        for parameter, grad in zip(group["params"], grads, strict=True):
+            parameter.grad = None if grad is None else _like(grad, parameter)
+    for name, tensor in step.scaler.items():
+        setattr(optimizer, name, tensor)
+    try:
+        type(optimizer).step(optimizer)  # a scheduler may have wrapped that of the object
+    finally:
+        for name in step.scaler:
+            delattr(optimizer, name)
+        for group, now in zip(optimizer.param_groups, settings, strict=True):
+            group.update(now)
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def _like(grad: Any, parameter: Any) -> Any:
+    """A gradient with the device and the class of its parameter, of which it is this rank's part."""
+    own = grad.to(local(parameter).device)
+    if own is not parameter and type(parameter).__name__ != "DTensor" and not hasattr(parameter, "device_mesh"):
+        return own
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(own, parameter.device_mesh, parameter.placements, run_check=False,
+                              shape=parameter.shape, stride=parameter.stride())  # fmt: skip
+
+
+class Shadow:
+    """A copy of optimizers and their parameters, which repeats each step, to see whether that is exact.
+
+    It needs as much memory, on the same device, as parameters and optimizers take.
+    """
+
+    def __init__(self, optimizers: Sequence[Any]):
+        self._live = optimizers
+        self._copies = [_copied(optimizer) for optimizer in optimizers]
+
+    def repeat(self, steps: Iterable[Step]) -> None:
+        """Make steps that the optimizers have made."""
+        for step in steps:
+            repeat(step, self._copies)
+
+    def differs(self) -> str:
+        """What differs in any bit from the optimizers now; "": nothing."""
+        for live, copied in zip(tensors_of(self._live), tensors_of(self._copies), strict=True):
+            if live.shape != copied.shape or _bits(live).ne(_bits(copied)).any():
+                return f"a {live.dtype} of {tuple(live.shape)}"
+        return ""
+
+
+def _copied(optimizer: Any) -> Any:
+    """A copy of an optimizer, with parameters of its own and without hooks."""
+    torch = sys.modules["torch"]
+    copied = object.__new__(type(optimizer))
+    vars(copied).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks"):
+            setattr(copied, name, type(value)())
+    anew = {parameter: _clone(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    copied.param_groups = [{**group, "params": [anew[parameter] for parameter in group["params"]]}
+                           for group in optimizer.param_groups]  # fmt: skip
+    copied.state = type(optimizer.state)(getattr(optimizer.state, "default_factory", None))
+    for parameter, values in optimizer.state.items():
+        copied.state[anew.get(parameter, parameter)] = {
+            name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()
+        }
+    return copied
+
+
+def _clone(parameter: Any) -> Any:
+    torch = sys.modules["torch"]
+    return torch.nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+
+
+def _bits(tensor: Any) -> Any:
+    torch = sys.modules["torch"]
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def digest(tensors: Sequence[Any], seed: int) -> int:
+    """A checksum of some elements of some tensors, which ``seed`` chooses: 63 bits. Not collective."""
+    torch = sys.modules["torch"]
+    stride = -(-len(tensors) // _MOST) or 1
+    parts: dict[Any, list[Any]] = {}
+    for number in range(seed % stride, len(tensors), stride):
+        whole = tensors[number].detach()
+        if not whole.numel():
+            continue
+        flat = whole.reshape(-1)
+        count = min(_SAMPLED, flat.numel())
+        begin = (seed * 2654435761 + number * 40503) % (flat.numel() - count + 1)
+        parts.setdefault(whole.device, []).append(flat[begin : begin + count].contiguous().view(torch.uint8))
+    hasher = xxhash.xxh3_64()
+    for device in sorted(parts, key=str):
+        hasher.update(torch.cat(parts[device]).cpu().numpy().tobytes())
+    return hasher.intdigest() >> 1

@@ -1,0 +1,263 @@
+"""Light saves: a restore makes steps again, and gives the bits of the newest one, or of an older one and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from digests import digests
+from emulated import Nodes, on_node
+from mpi4py import MPI
+from torch import nn
+
+import mlflash
+from mlflash import Checkpointer
+from mlflash.checkpointer import light_saves
+from mlflash.errors import StepNotFound
+from mlflash.save import repeated_steps
+
+pytestmark = pytest.mark.mpi(min_size=1)
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, 1e-3),
+    "AdamW, for each": lambda p: torch.optim.AdamW(p, 1e-3, foreach=True, amsgrad=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, 1e-3, fused=True),
+    "AdamW, one by one": lambda p: torch.optim.AdamW(p, torch.tensor(1e-3), foreach=False),
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD, maximize": lambda p: torch.optim.SGD(p, 1e-3, momentum=0.9, maximize=True, weight_decay=0.1, foreach=True),
+    "Adadelta": torch.optim.Adadelta,
+    "Adafactor": torch.optim.Adafactor,
+    "Adagrad": torch.optim.Adagrad,
+    "Adamax": torch.optim.Adamax,
+    "ASGD": torch.optim.ASGD,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "Rprop": torch.optim.Rprop,
+}
+
+
+class Training:
+    """A training of this rank alone, with what a step changes besides weights."""
+
+    def __init__(self, make: Callable[[Any], Any] = OPTIMIZERS["AdamW"]):
+        torch.manual_seed(RANK)
+        self.net = nn.Sequential(nn.Linear(16, 40), nn.BatchNorm1d(40), nn.Dropout(0.1), nn.Linear(40, 4))
+        self.optimizer = make(self.net.parameters())
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 100)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+        self.state = {"net": self.net, "optimizer": self.optimizer, "schedule": self.schedule, "scaler": self.scaler,
+                      "rng": mlflash.rng(), "seen": [0]}  # fmt: skip
+        self.in_steps = lambda step: None  # called with each number, after its step of the optimizer
+        self.sets_to_none = True
+
+    def step(self, number: int) -> None:
+        for _ in range(2):  # gradients are accumulated
+            loss = self.net(torch.randn(8, 16)).square().mean()
+            self.scaler.scale(loss * float("inf") if number % 5 == 4 else loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+        self.scaler.step(self.optimizer)  # it leaves out those with infinite gradients
+        self.scaler.update()
+        self.in_steps(number)
+        self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=self.sets_to_none)
+        self.state["seen"][0] += 16
+
+    def train(self, ckpt: Checkpointer | None, first: int, last: int) -> Training:
+        for number in range(first, last + 1):
+            self.step(number)
+            if ckpt is not None:
+                ckpt.save(number, self.state)
+        if ckpt is not None:
+            ckpt.wait()
+        return self
+
+    def bits(self) -> dict[str, str]:
+        return digests(self.state)
+
+
+@pytest.fixture
+def settings(root: Path) -> dict[str, Any]:
+    return {"job": "t", **on_node(root), "transport": "p2p", "timeout_s": 30.0, "light": 4,
+            "redundancy": "none" if SIZE == 1 else "copy"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.set_num_threads(1)
+    yield
+
+
+def interrupted(settings: dict[str, Any], last: int, training: Training) -> None:
+    """Train, and end without a word."""
+    ckpt = Checkpointer(**settings)
+    training.train(ckpt, 1, last)
+    assert ckpt.abandon()
+    WORLD.barrier()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_newest_step_comes_back_and_goes_on_with_the_same_bits(settings: dict[str, Any], name: str) -> None:
+    make = OPTIMIZERS[name]
+    interrupted(settings, 9, Training(make))
+    again = Training(make)
+    with Checkpointer(**settings) as ckpt:
+        assert ckpt.restore(again.state) == 9
+        assert again.bits() == Training(make).train(None, 1, 9).bits()
+        again.train(ckpt, 10, 13)
+    assert again.bits() == Training(make).train(None, 1, 13).bits()
+    with Checkpointer(**settings) as ckpt:
+        assert ckpt.restore(Training(make).state) == 13
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_lost_node_costs_no_step(settings: dict[str, Any], nodes: Nodes) -> None:
+    interrupted(settings, 9, Training())
+    nodes.lose(1)
+    again = Training()
+    with Checkpointer(**settings) as ckpt:
+        assert ckpt.restore(again.state) == 9
+        assert again.bits() == Training().train(None, 1, 9).bits()
+
+
+def test_most_saves_are_light_and_small(settings: dict[str, Any]) -> None:
+    training = Training()
+    with Checkpointer(**settings) as ckpt:
+        nbytes = []
+        for number in range(1, 13):
+            training.step(number)
+            nbytes.append(ckpt.save(number, training.state).nbytes)
+    whole = nbytes[0]
+    assert [size == whole for size in nbytes] == [number % 5 == 1 for number in range(1, 13)], nbytes
+
+
+def test_an_older_step_can_be_asked_for(settings: dict[str, Any]) -> None:
+    interrupted(settings, 9, Training())
+    with Checkpointer(**settings) as ckpt:
+        assert ckpt.steps()[-4:] == [6, 7, 8, 9]
+        for wanted, step in (({"step": 8}, 8), ({"before": 8}, 7), ({"step": 6}, 6)):
+            again = Training()
+            assert ckpt.restore(again.state, **wanted) == step
+            assert again.bits() == Training().train(None, 1, step).bits()
+        with pytest.raises(StepNotFound):
+            ckpt.restore(Training().state, step=20)
+
+
+def clamped() -> Training:
+    """A training that limits its weights after each step."""
+    training = Training()
+
+    def clamp(number: int) -> None:
+        with torch.no_grad():
+            training.net[0].weight.clamp_(-0.1, 0.1)
+
+    training.in_steps = clamp
+    return training
+
+
+def zeroed() -> Training:
+    """A training that sets gradients to zero, and not to None."""
+    training = Training()
+    training.sets_to_none = False
+    return training
+
+
+def test_weights_that_something_else_changes_are_saved_whole(
+    settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupted(settings, 9, clamped())
+    assert "something other than the optimizer's step has changed weights" in caplog.text
+    again = Training()
+    with Checkpointer(**settings) as ckpt:
+        assert ckpt.restore(again.state) == 9
+    assert again.bits() == clamped().train(None, 1, 9).bits()
+
+
+def test_gradients_that_are_zeroed_in_place_are_copied_before_that(settings: dict[str, Any]) -> None:
+    interrupted(settings, 9, zeroed())
+    again = Training()
+    with Checkpointer(**settings) as ckpt:
+        assert ckpt.restore(again.state) == 9
+    assert again.bits() == zeroed().train(None, 1, 9).bits()
+
+
+def test_a_step_with_a_closure_is_refused_by_name_and_saved_whole(
+    settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = nn.Parameter(torch.ones(8) + RANK)
+    optimizer = torch.optim.LBFGS([weight])
+    state = {"weight": weight, "optimizer": optimizer}
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (weight - 3).square().sum()
+        loss.backward()
+        return loss
+
+    with Checkpointer(**settings) as ckpt:
+        for number in range(1, 9):
+            optimizer.step(closure)
+            ckpt.save(number, state)
+        ckpt.wait()
+        assert "the step of LBFGS gets arguments" in caplog.text
+        kept = weight.detach().clone()
+        nn.init.zeros_(weight)
+        assert ckpt.restore(state) == 8 and torch.equal(weight.detach(), kept)
+
+
+def test_where_a_step_made_again_has_other_bits_the_one_before_is_restored(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupted(settings, 9, Training())
+    exact, made = repeated_steps.repeat, []
+
+    def repeat(step: Any, optimizers: Any) -> None:
+        exact(step, optimizers)
+        made.append(step)
+        if len(made) == 2:  # the step of number 8
+            with torch.no_grad():
+                optimizers[0].param_groups[0]["params"][0].view(-1)[:640].add_(1e-3)
+
+    monkeypatch.setattr(light_saves, "repeat", repeat)
+    again = Training()
+    with Checkpointer(**settings) as ckpt:
+        assert ckpt.restore(again.state) == 7
+    assert again.bits() == Training().train(None, 1, 7).bits()
+    assert "had other bits when it was made again" in caplog.text
+
+
+def test_a_device_that_makes_steps_again_with_other_bits_is_found_before_that_is_needed(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    exact = repeated_steps.repeat
+
+    def repeat(step: Any, optimizers: Any) -> None:
+        exact(step, optimizers)
+        with torch.no_grad():
+            optimizers[0].param_groups[0]["params"][0].add_(1e-3)
+
+    monkeypatch.setattr(repeated_steps, "repeat", repeat)
+    interrupted(settings, 9, Training())
+    monkeypatch.undo()
+    assert "made again on this device gave other bits" in caplog.text
+    again = Training()
+    with Checkpointer(**settings) as ckpt:
+        assert ckpt.restore(again.state) == 9
+    assert again.bits() == Training().train(None, 1, 9).bits()
+
+
+def test_memory_keeps_older_steps_for_a_bad_hour(settings: dict[str, Any]) -> None:
+    settings = {**settings, "light": 0, "history": 3}
+    interrupted(settings, 9, Training())
+    for _ in range(2):  # a run that restores keeps them, too
+        with Checkpointer(**settings) as ckpt:
+            assert ckpt.steps()[-4:] == [6, 7, 8, 9]
+            for step in (6, 9, 7):
+                again = Training()
+                assert ckpt.restore(again.state, step) == step
+                assert again.bits() == Training().train(None, 1, step).bits()
