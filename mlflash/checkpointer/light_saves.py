@@ -224,7 +224,7 @@ class LightSaves:
         base = restore_whole()
         if base is None:
             return None
-        reached = self._restore_from(base, state, restore_whole, end)
+        self.lane._saves.last_step = reached = self._restore_from(base, state, restore_whole, end)
         if wanted.step not in (None, reached):
             raise StepNotFound("this step is neither in memory nor in the directory, and cannot be made again",
                                step=wanted.step, found=f"step {reached}, which is in the state now")  # fmt: skip

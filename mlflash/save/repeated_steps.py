@@ -18,6 +18,8 @@ from .lazy_saves import is_torch_optimizer, local
 
 _OF_SCALER = ("grad_scale", "found_inf")  # attributes that an AMP scaler sets for the step of a fused optimizer
 _SAMPLED, _MOST = 64, 256  # elements of a tensor, and tensors, that a digest has
+_CHANGED = "something other than the optimizer's step has changed weights or what the optimizer holds"
+_MOST_STEPS = 8  # whose gradients are held between two saves
 
 
 @dataclasses.dataclass
@@ -54,8 +56,8 @@ def optimizers_in(state: Any) -> list[Any]:
 
 def tensors_of(optimizers: Iterable[Any]) -> Iterator[Any]:
     """Give the parameters of optimizers and what they hold for these, as local tensors, in a fixed order."""
-    torch = sys.modules["torch"]
     for optimizer in optimizers:
+        torch = sys.modules["torch"]
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 yield local(parameter)
@@ -72,16 +74,17 @@ class Tape:
     """
 
     def __init__(self, optimizers: Sequence[Any]):
-        import torch
-
         self.optimizers, self.steps, self.why_not = optimizers, list[Step](), ""
+        self._not_now = ""  # why those since `clear` cannot be repeated
         self._copies = False  # whether gradients are copied before a step, as something changes them after it
         self._versions: list[int] = []  # of the gradients of `steps`, when they were noted
         self._weights = self._weights_version()
-        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
-        self._handles = [each.register_step_pre_hook(before) for each in optimizers]
-        self._handles += [each.register_step_post_hook(after) for each in optimizers]
+        self._handles: list[Any] = []
         self.is_paused = False
+        for optimizer in optimizers:
+            compiler = sys.modules["torch"].compiler
+            self._handles.append(optimizer.register_step_pre_hook(compiler.disable(self._before)))
+            self._handles.append(optimizer.register_step_post_hook(compiler.disable(self._after)))
 
     def close(self) -> None:
         """Leave the optimizers alone from now on."""
@@ -90,7 +93,7 @@ class Tape:
 
     def clear(self) -> None:
         """Begin anew, after a save or a restore."""
-        self.steps, self._versions = [], []
+        self.steps, self._versions, self._not_now = [], [], ""
         self._weights = self._weights_version()
 
     def problem(self) -> str:
@@ -98,9 +101,9 @@ class Tape:
         if not self.why_not and [grad._version for grad in self._grads()] != self._versions:
             self._copies = True  # from the next step on
             return "gradients were changed between the optimizer's step and the save"
-        if not self.why_not and self._weights != self._weights_version():
-            return "something other than the optimizer's step has changed weights or what the optimizer holds"
-        return self.why_not
+        if self._weights != self._weights_version():
+            self._not_now = _CHANGED
+        return self.why_not or self._not_now
 
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.is_paused or self.why_not:
@@ -109,7 +112,18 @@ class Tape:
             self.why_not = f"the step of {type(optimizer).__name__} gets arguments, such as a closure"
             return
         if self._weights != self._weights_version():
-            return  # `problem` says so
+            self._not_now = _CHANGED
+        elif len(self.steps) == _MOST_STEPS:
+            self._not_now = f"more than {_MOST_STEPS} steps were made since the last save"
+        if self._not_now:
+            self.steps, self._versions = [], []  # they hold their gradients
+            return
+        try:
+            self._note(optimizer)
+        except Exception as error:  # training must go on
+            self.why_not = f"a step of {type(optimizer).__name__} could not be noted: {error}"
+
+    def _note(self, optimizer: Any) -> None:
         step = Step(self.optimizers.index(optimizer), [], [], {})
         for group in optimizer.param_groups:
             step.groups.append({name: self._setting(value) for name, value in group.items() if name != "params"})
@@ -226,6 +240,8 @@ def _bits(tensor: Any) -> Any:
 
 def digest(tensors: Sequence[Any], seed: int) -> int:
     """A checksum of some elements of some tensors, which ``seed`` chooses: 63 bits. Not collective."""
+    if not tensors:
+        return 0
     torch = sys.modules["torch"]
     stride = -(-len(tensors) // _MOST) or 1
     parts: dict[Any, list[Any]] = {}

@@ -63,18 +63,20 @@ class Job:
         model: see `kept_trainer`.
         with_slurm: whether it is a job of Slurm.
         pause: in each step, seconds.
+        light: saves between two whole ones that are light.
         victim: the rank that is lost first, always; None: any.
         elastic: whether no node waits, and fewer ranks train on. ``expected`` is empty then.
     """
 
     def __init__(self, folder: Path, ranks: int, last: int, expected: list[dict[int, str]], dice: random.Random,
                  kinds: dict[str, int], model: str, with_slurm: bool, pause: float, victim: int | None,
-                 elastic: bool):  # fmt: skip
+                 elastic: bool, light: int):  # fmt: skip
         self._folder, self._ranks, self._last, self._expected = folder, ranks, last, expected
         self._dice, self._kinds = dice, kinds
         self._nodes = Nodes([f"host{number}" for number in range(1, ranks + 2 - elastic)])
         self._slurm = Slurm(self._nodes) if with_slurm else None
-        training = {"attacked": True, "digests": "steps" if elastic else "entries", "pause": pause, "kind": model}
+        training = {"attacked": True, "digests": "steps" if elastic else "entries", "pause": pause, "kind": model,
+                    "settings": {"job": "kept", "light": light}}  # fmt: skip
         more = ["--hang-after", str(HANG_S)] + (["--min-ranks", "1"] if elastic else [])
         start = functools.partial(KeptJob, self._slurm) if self._slurm else functools.partial(KeptRun, self._nodes)
         self._model, self._elastic, self._grown = model, elastic, 0.0
@@ -389,6 +391,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, help="default: all")
     parser.add_argument("--model", default="ddp", choices=["ddp", "compiled", "fsdp", "hsdp", "tp"])
     parser.add_argument("--elastic", action="store_true", help="no node waits: fewer ranks train on, and more later")
+    parser.add_argument("--light", type=int, default=0, help="so many saves between two whole ones are light")
     parser.add_argument("--slurm", action="store_true", help="each training is a job of a real Slurm on these nodes")
     parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each fault; what went wrong beside")
     args = parser.parse_args()
@@ -401,7 +404,7 @@ def main() -> int:
         number += 1
         dice = random.Random(f"{args.seed} {number}")
         job = Job(args.out.parent, args.ranks, args.last, expected, dice, kinds, args.model, args.slurm, args.pause,
-                  args.victim, args.elastic)  # fmt: skip
+                  args.victim, args.elastic, args.light)  # fmt: skip
         keep = ""
         try:
             for result in job.attack(min(args.at_once, args.faults - len(results))):

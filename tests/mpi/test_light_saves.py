@@ -146,17 +146,27 @@ def test_an_older_step_can_be_asked_for(settings: dict[str, Any]) -> None:
             assert again.bits() == Training().train(None, 1, step).bits()
         with pytest.raises(StepNotFound):
             ckpt.restore(Training().state, step=20)
+        again = Training()
+        assert ckpt.restore(again.state, before=8) == 7
+        again.train(ckpt, 8, 9)
+    again = Training()
+    with Checkpointer(**settings) as ckpt:
+        assert ckpt.restore(again.state) == 9
+    assert again.bits() == Training().train(None, 1, 9).bits()
 
 
-def clamped() -> Training:
-    """A training that limits its weights after each step."""
+def clamped(when: str) -> Training:
+    """A training that limits its weights in each step."""
     training = Training()
 
-    def clamp(number: int) -> None:
+    def clamp(*args: Any) -> None:
         with torch.no_grad():
             training.net[0].weight.clamp_(-0.1, 0.1)
 
-    training.in_steps = clamp
+    if when == "after the optimizer":
+        training.in_steps = clamp
+    else:
+        training.net.register_forward_pre_hook(clamp)
     return training
 
 
@@ -167,15 +177,16 @@ def zeroed() -> Training:
     return training
 
 
+@pytest.mark.parametrize("when", ["before it", "after the optimizer"])
 def test_weights_that_something_else_changes_are_saved_whole(
-    settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+    settings: dict[str, Any], caplog: pytest.LogCaptureFixture, when: str
 ) -> None:
-    interrupted(settings, 9, clamped())
+    interrupted(settings, 9, clamped(when))
     assert "something other than the optimizer's step has changed weights" in caplog.text
     again = Training()
     with Checkpointer(**settings) as ckpt:
         assert ckpt.restore(again.state) == 9
-    assert again.bits() == clamped().train(None, 1, 9).bits()
+    assert again.bits() == clamped(when).train(None, 1, 9).bits()
 
 
 def test_gradients_that_are_zeroed_in_place_are_copied_before_that(settings: dict[str, Any]) -> None:
