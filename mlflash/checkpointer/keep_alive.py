@@ -17,7 +17,7 @@ from typing import Any, TypeVar, overload
 from ..channel import connection
 from ..config import Config, from_environment
 from ..crash_points import reach
-from ..errors import ConfigError, MlflashError
+from ..errors import ConfigError
 from ..launch.agent_client import AgentClient
 from ..launch.launcher_variables import Launched
 from ..launch.rendezvous import Meeting
@@ -31,7 +31,7 @@ from ..run.decider_link import (
     registered_groups,
 )
 from ..run.progress import ProgressWatch, progress
-from ..save.snapshot import Snapshot
+from ..save.snapshot import has_committed
 from . import checkpointer
 from .checkpointer import Checkpointer
 
@@ -211,7 +211,7 @@ class _Rounds:
         number = self._seat.round
         self._ckpts.append(ckpt)
         self._link.check(number)  # an interruption a moment earlier would have found no Checkpointer
-        ckpt.after_save(lambda snapshot: self._link.saved(number, snapshot.step, lambda: _is_committed(snapshot)))
+        ckpt.after_save(lambda snapshot: self._link.saved(number, snapshot.step, lambda: has_committed(snapshot)))
         if self._state is not None or self._has_begun:
             return
         self._times.note("checkpointer")
@@ -294,14 +294,6 @@ class _Rounds:
         # A framework makes its groups anew, for any number of ranks.
         units = [] if self._state is None else [group.unit() for group in registered_groups]
         return 0 if 0 in units else math.lcm(*units)
-
-
-def _is_committed(snapshot: Snapshot) -> bool:
-    """Wait for the end of a save. Return whether it is committed, which is the same on all ranks."""
-    with contextlib.suppress(MlflashError):
-        snapshot.wait_staged()
-        snapshot.wait()
-    return snapshot.committed
 
 
 class _Times:

@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from ..errors import CorruptSlot, MlflashError, SaveFailed, StepNotFound, WorldSizeChanged, text_of
+from ..errors import CorruptSlot, SaveFailed, StepNotFound, WorldSizeChanged, text_of
 from ..memory.inventory import WantedStep
 from ..memory.node_directory import LIGHT
 from ..save.lazy_saves import Memory, local
 from ..save.repeated_steps import Shadow, Step, Tape, digest, optimizers_in, repeat, tensors_of
-from ..save.snapshot import Snapshot
+from ..save.snapshot import Snapshot, has_committed
 from ..state.flatten import Flattener
 from ..state.leaves import Entry, Flat, Structure, as_bytes
 from ..state.manifest import encode_entries, encode_tree
@@ -100,11 +100,17 @@ class LightSaves:
     def save(self, step: int, state: Any, until: Any) -> Snapshot:
         """Save as `Checkpointer.save` does, if possible lightly."""
         is_due = self._is_due()
+        if self._failures >= _TRIES:
+            self._leave()
+            return self._whole._saves.save(step, state, until)
         tape = self._follow(state)
-        light = None
-        if self._since is not None and self._failures < _TRIES:
-            light = self._last = self._save_light(step, state, tape)
-        self._note(step, state, tape)
+        now, light = (step, digest(list(tensors_of(tape.optimizers)), step)), None
+        if self._since is not None:
+            light = self._last = self._save_light(state, tape, now)
+        if self._shadow is not None:
+            self._check(tape.steps)
+        tape.clear()  # the next light save continues from here
+        self._before = now
         if is_due:
             self._since, self._base = 0, self._whole._saves.save(step, state, until)
             self._begin_check(tape)
@@ -118,16 +124,16 @@ class LightSaves:
     def _is_due(self) -> bool:
         """Whether this save must be whole. The same on all ranks: it waits for what it depends on."""
         if self._last is not None:
-            has_committed = _has_committed(self._last)
-            self._failures = 0 if has_committed else self._failures + 1
-            if not has_committed:
+            is_good = has_committed(self._last)
+            self._failures = 0 if is_good else self._failures + 1
+            if not is_good:
                 self._since = None  # what comes after it cannot be repeated
         self._last = None
         if self._base is not None and (self._since is None or self._since >= self._margin):
-            if not _has_committed(self._base):
+            if not has_committed(self._base):
                 self._since = None
             self._base = None
-        return self._since is None or self._since >= self._most or self._failures >= _TRIES
+        return self._since is None or self._since >= self._most
 
     def _follow(self, state: Any) -> Tape:
         """Note the steps of the optimizers that are in a state."""
@@ -135,19 +141,13 @@ class LightSaves:
         if self._tape is None or list(map(id, self._tape.optimizers)) != list(map(id, optimizers)):
             if self._tape is not None:
                 self._tape.close()
-            self._tape, self._before = Tape(optimizers), None
+            self._tape, self._before, self._owned = Tape(optimizers), None, None
         return self._tape
 
-    def _note(self, step: int, state: Any, tape: Tape) -> None:
-        """Begin what the next light save continues."""
-        if self._shadow is not None:
-            self._check(tape.steps)
-        tape.clear()
-        self._before = step, digest(list(tensors_of(tape.optimizers)), step)
-
-    def _save_light(self, step: int, state: Any, tape: Tape) -> Snapshot:
+    def _save_light(self, state: Any, tape: Tape, now: tuple[int, int]) -> Snapshot:
+        step, digest_now = now
         try:
-            flat, why = self._take_apart(step, state, tape)
+            flat, why = self._take_apart(state, tape, digest_now)
         except Exception as error:  # of an object in the state, or of an optimizer
             flat, why = None, text_of(error)
         if flat is None:
@@ -155,27 +155,30 @@ class LightSaves:
             return self.lane._saves.fail(step, SaveFailed(f"it cannot be light: {why}"))
         return self.lane._saves.save_flat(step, flat)
 
-    def _take_apart(self, step: int, state: Any, tape: Tape) -> tuple[Flat | None, str]:
+    def _take_apart(self, state: Any, tape: Tape, digest_now: int) -> tuple[Flat | None, str]:
         """Give what a light save has, taken apart; or None, and why there is none."""
         why = "no torch optimizer is in the state" if not tape.optimizers else self._inexact or tape.problem()
         if why or self._before is None:
             return None, why or "the state has other optimizers than before"
         flat = self._flattener.flatten(state)
-        is_first, before = self._owned is None, self._owned
-        if before is None or before.structure is not flat.structure:
-            self._owned = _Owned(flat, tape.optimizers)
-            if not is_first:
-                return None, "the structure of the state has changed"
-        assert self._owned is not None
-        names = self._owned.names
+        known, owned = self._owned, self._owned_in(flat, tape)
+        if known is not None and owned is not known:
+            return None, "the structure of the state has changed"
+        names = owned.names
         return self._content_flattener.flatten({
-            "before": list(self._before), "after": digest(list(tensors_of(tape.optimizers)), step),
-            "structure": self._owned.digest, "plain": json.dumps(flat.plain),
+            "before": list(self._before), "after": digest_now, "structure": owned.digest,
+            "plain": json.dumps(flat.plain),
             "steps": [{"optimizer": s.optimizer, "groups": s.groups, "scaler": s.scaler} for s in tape.steps],
             "grads": {str(number): {names[id(p)]: grad for p, grad in _pairs(s, tape.optimizers) if grad is not None}
                       for number, s in enumerate(tape.steps)},
-            "rest": {flat.structure.entries[n].name: flat.values[n] for n in self._owned.rest},
+            "rest": {flat.structure.entries[n].name: flat.values[n] for n in owned.rest},
         }), ""  # fmt: skip
+
+    def _owned_in(self, flat: Flat, tape: Tape) -> _Owned:
+        """What the optimizers own of a state, as it was found for one of the same structure."""
+        if self._owned is None or self._owned.structure is not flat.structure:
+            self._owned = _Owned(flat, tape.optimizers)
+        return self._owned
 
     def _say(self, why: str) -> None:
         if why not in self._said:
@@ -278,9 +281,8 @@ class LightSaves:
         return reached, True
 
     def _fits(self, state: Any, found: dict[str, Any]) -> bool:
-        flat = self._flattener.flatten(state)
-        self._owned = _Owned(flat, self._follow(state).optimizers)
-        return bool(self._owned.digest == found["structure"])
+        owned = self._owned_in(self._flattener.flatten(state), self._follow(state))
+        return bool(owned.digest == found["structure"])
 
     def _make(self, found: dict[str, Any], optimizers: Sequence[Any]) -> None:
         assert self._owned is not None
@@ -360,12 +362,3 @@ def _pairs(step: Step, optimizers: Sequence[Any]) -> Sequence[tuple[Any, Any]]:
     groups = optimizers[step.optimizer].param_groups
     return [pair for group, grads in zip(groups, step.grads, strict=True)
             for pair in zip(group["params"], grads, strict=True)]  # fmt: skip
-
-
-def _has_committed(snapshot: Snapshot) -> bool:
-    """Wait for the end of a save. Return how it ended, which is the same on all ranks."""
-    try:
-        snapshot.wait()
-    except MlflashError:
-        return False
-    return snapshot.committed

@@ -168,7 +168,7 @@ def scan_earlier_runs(config: Config, world: World, memory: NodeDirectory) -> Ea
             log.info("fresh start %r was made before, and this run goes on from its step %d: another word begins anew",
                      config.fresh, choice.step)  # fmt: skip
     certified = choose(stock, node_of, WantedStep(certified=True))
-    history = history_of(stock, node_of)
+    history = history_of(stock, node_of) if config.history else []
     return EarlierRuns(stock, choice, choose(stock, node_of), certified, history, newest, floor, unusable, aside)
 
 

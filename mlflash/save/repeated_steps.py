@@ -178,7 +178,7 @@ def repeat(step: Step, optimizers: Sequence[Any]) -> None:
 def _like(grad: Any, parameter: Any) -> Any:
     """A gradient with the device and the class of its parameter, of which it is this rank's part."""
     own = grad.to(local(parameter).device)
-    if own is not parameter and type(parameter).__name__ != "DTensor" and not hasattr(parameter, "device_mesh"):
+    if not hasattr(parameter, "device_mesh"):
         return own
     from torch.distributed.tensor import DTensor
 

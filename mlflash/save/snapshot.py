@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -153,6 +154,14 @@ class Snapshot:
                 call(self)
             except BaseException:  # it is the user's code: saves must continue, and no other rank would hear of it
                 log.exception("a callback of the snapshot of step %d failed", self.step)
+
+
+def has_committed(snapshot: Snapshot) -> bool:
+    """Wait for the end of a save. Return whether it is committed, which is the same on all ranks. Not collective."""
+    with contextlib.suppress(MlflashError):
+        snapshot.wait_staged()
+        snapshot.wait()
+    return snapshot.committed
 
 
 def _failed(error: MlflashError, step: int) -> SaveFailed:
