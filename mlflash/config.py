@@ -66,6 +66,8 @@ _JOB_NAME = Allowed(
     "a name for a directory: 1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit",
 )
 _MOST = (1 << 63) - 1
+LIGHT_MARGIN = 2
+"""Saves after a whole one, at which it must have ended, if the saves between are light."""
 
 
 def _setting(default: Any, doc: str, allowed: Allowed = _ANY, shown: str = "") -> Any:
@@ -369,6 +371,14 @@ def slots_of(certify_after: int, history: int = 0) -> int:
     newer ones are saved. Each step of the history has one more.
     """
     return 2 + (certify_after > 0) + (certify_after > 1) + history
+
+
+def history_of_light(light: int) -> int:
+    """Return how many light saves are kept besides the newest, with so many between two whole ones.
+
+    All since the older whole save may be needed until the newer one must have ended, while another one is written.
+    """
+    return light + LIGHT_MARGIN - 1
 
 
 def _stem(text: str) -> str:

@@ -403,12 +403,15 @@ class Checkpointer:
     def report(self) -> dict[str, Any]:
         """Return counters, seconds per operation, placement and last drain of this rank; see `Session.report`.
 
-        The entry ``courier`` says which process it is, where it runs, and how the ranks met. Not collective.
+        The entry ``courier`` says which process it is, where it runs, and how the ranks met; ``light`` is the report of
+        light saves. Not collective.
         """
         report: dict[str, Any] = self._courier.ask("report") | {"courier": self._courier.is_a}
         if self.enabled:
             recorder = self._trainer.recorder
             report["counts"], report["seconds"] = recorder.merged(report["counts"], report["seconds"])
+        if self._light is not None:
+            report["light"] = self._light.lane.report()
         return report
 
     def _check_open(self) -> None:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from ..config import LIGHT_MARGIN, history_of_light
 from ..errors import CorruptSlot, SaveFailed, StepNotFound, WorldSizeChanged, text_of
 from ..memory.inventory import WantedStep
 from ..memory.node_directory import LIGHT
@@ -45,21 +46,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlflash")
 
-MARGIN = 2
-"""Saves after a whole one, at which it must have ended."""
 _TRIES = 3  # light saves that may fail before all saves are whole
-
-
-def history_of(light: int) -> int:
-    """How many light saves memory keeps besides the newest: all since the last whole save but one may be needed."""
-    return light + 2 * MARGIN
 
 
 def add_to(whole: Checkpointer, comm: Any, process_group: Any, replicated: Any, domains: Any) -> LightSaves:
     """Make the light saves of a Checkpointer. Collective over comm. The arguments are those of the Checkpointer."""
     config = whole._config
     settings = dataclasses.replace(
-        config, job=config.job + LIGHT, light=0, history=history_of(config.light), directory=None, drain_every=0,
+        config, job=config.job + LIGHT, light=0, history=history_of_light(config.light), directory=None, drain_every=0,
         certify_after=0, prefer_certified=False, check_values=0, reserve=0, when_busy="wait", strict=False,
         metrics="", heartbeat=False,
     )  # fmt: skip
@@ -83,7 +77,7 @@ class LightSaves:
 
     def __init__(self, whole: Checkpointer, lane: Checkpointer, most: int):
         self._whole, self.lane, self._most = whole, lane, most
-        self._margin = min(MARGIN, most)
+        self._margin = 0  # saves after the last whole one, at which it must have ended
         self._flattener, self._content_flattener = Flattener(), Flattener()
         self._tape: Tape | None = None
         self._shadow: Shadow | None = None
@@ -112,6 +106,7 @@ class LightSaves:
         tape.clear()  # the next light save continues from here
         self._before = now
         if is_due:
+            self._margin = 0 if light is None else min(LIGHT_MARGIN, self._most)  # steps are not lost meanwhile
             self._since, self._base = 0, self._whole._saves.save(step, state, until)
             self._begin_check(tape)
             return self._base
@@ -228,6 +223,9 @@ class LightSaves:
         if base is None:
             return None
         self.lane._saves.last_step = reached = self._restore_from(base, state, restore_whole, end)
+        if reached != base and wanted.is_newest:  # copies that were lost of light saves are not made again
+            self._whole._saves.last_step = base
+            self._since, self._base, self._margin = 0, self._whole._saves.save(reached, state, None), 0
         if wanted.step not in (None, reached):
             raise StepNotFound("this step is neither in memory nor in the directory, and cannot be made again",
                                step=wanted.step, found=f"step {reached}, which is in the state now")  # fmt: skip

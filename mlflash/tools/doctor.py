@@ -19,7 +19,15 @@ from ..text import listed
 from . import completion
 from . import doctor_checks as checks
 from .doctor_findings import Context, Diagnosis, Finding, Level, Watch, merge, warning, wrong
-from .options import BYTES, certify_after_option, draining_option, json_option, memory_option
+from .options import (
+    BYTES,
+    certify_after_option,
+    draining_option,
+    gradients_option,
+    json_option,
+    light_option,
+    memory_option,
+)
 from .run_on_ranks import FINE, WRONG, raise_deadline
 
 
@@ -29,14 +37,17 @@ from .run_on_ranks import FINE, WRONG, raise_deadline
               help="Scheme that --need is counted for.  [default: MLFLASH_REDUNDANCY, or copy]")  # fmt: skip
 @draining_option
 @certify_after_option
+@light_option
+@gradients_option
 @click.option("--nodes", type=click.IntRange(1), help="Nodes of the job.  [default: as started]")
 @click.option("--ranks-per-node", type=click.IntRange(1), help="Ranks on each node.  [default: as started]")
 @click.option("--timeout", type=click.FloatRange(1), default=60, show_default=True, metavar="SECONDS",
               help="Longest time of each check.")  # fmt: skip
 @memory_option
 @json_option
-def doctor(need: int | None, redundancy: str | None, draining: bool, certify_after: int, nodes: int | None,
-           ranks_per_node: int | None, timeout: float, memory: str, as_json: bool) -> None:  # fmt: skip
+def doctor(need: int | None, redundancy: str | None, draining: bool, certify_after: int, light: int,
+           gradients: int | None, nodes: int | None, ranks_per_node: int | None, timeout: float, memory: str,
+           as_json: bool) -> None:  # fmt: skip
     """Check nodes, MPI, memory, Slurm and software before a job runs. Start it as you will start the training.
 
     \b
@@ -50,7 +61,7 @@ def doctor(need: int | None, redundancy: str | None, draining: bool, certify_aft
         settings = from_environment(environment, None, job="any", memory=memory, redundancy=redundancy, drain_every=0)
         slots = slots_of(certify_after)
         context = Context(settings, os.environ, launched(os.environ), need, slots + draining, slots, nodes,
-                          ranks_per_node)  # fmt: skip
+                          ranks_per_node, light, gradients)  # fmt: skip
     except (ConfigError, WorldMismatch) as error:
         raise click.UsageError(str(error)) from None
     watch = Watch(context.rank == 0, as_json, timeout)

@@ -455,9 +455,12 @@ def count_need(context: Context) -> tuple[int, str]:
     assert context.nbytes is not None
     (nodes, ranks_per_node), scheme = context.shape, context.settings.redundancy
     job = Job(tuple(f"node{number}" for number in range(nodes)), ranks_per_node, context.nbytes,
-              own_slots=context.own_slots, copy_slots=context.copy_slots)  # fmt: skip
+              own_slots=context.own_slots, copy_slots=context.copy_slots, light=context.light,
+              gradients_nbytes=context.gradients_nbytes)  # fmt: skip
     ((_, placement),), _ = consider(job, [scheme])
     ranks = f"{many(ranks_per_node, 'rank')} of {show_bytes(context.nbytes)}, {context.own_slots} slots each"
+    if job.light:
+        ranks += f" and {job.light_slots} light ones of {show_bytes(job.light_nbytes)}"
     made = f"{scheme} over {nodes} nodes" if nodes > 1 else f"{scheme} protects nothing on one node"
     return node_nbytes(job, placement), f"{ranks}, {made}"
 

@@ -48,6 +48,8 @@ class Context:
     copy_slots: int = 2  # of each copy or parity file
     nodes: int | None = None  # nodes, ranks_per_node: size of that job. None: as started
     ranks_per_node: int | None = None
+    light: int = 0  # saves of that job between two whole ones that are light
+    gradients_nbytes: int | None = None  # of each rank of that job
     uid: int = dataclasses.field(default_factory=os.geteuid)
     root: str = "/"  # the directory that contains /etc, /dev and /proc
     mpi: Any = None  # the module of mpi4py. None: it is not started yet, or cannot be

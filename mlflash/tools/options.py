@@ -14,6 +14,19 @@ from ..errors import ConfigError
 from ..text import read_bytes, read_seconds
 from . import completion
 
+
+def _quantity(read: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    def callback(_: click.Context, option: click.Parameter, text: str | None) -> Any:
+        try:
+            return None if text is None else read(text)
+        except ConfigError as error:
+            raise click.BadParameter(str(error), param=option) from None
+
+    return callback
+
+
+BYTES, SECONDS = _quantity(read_bytes), _quantity(read_seconds)  # callbacks of options: "12GiB", "30min"
+
 job_option = click.option(
     "--job", envvar="MLFLASH_JOB", metavar="NAME", shell_complete=completion.jobs,
     help="Name of the job.  [default: the job of --directory, else the only one here]"
@@ -33,20 +46,15 @@ certify_after_option = click.option(
     "--certify-after", type=click.IntRange(0), default=0, metavar="STEPS",
     help="Count the additional slots of a job with certify_after=STEPS.  [default: none]"
 )  # fmt: skip
+light_option = click.option(
+    "--light", type=click.IntRange(0), default=0, metavar="N",
+    help="Count the additional slots of a job with light=N.  [default: none]"
+)  # fmt: skip
+gradients_option = click.option(
+    "--gradients", callback=BYTES, metavar="SIZE",
+    help="Gradients of one rank, for --light.  [default: a third of the state, as AdamW has in one precision]"
+)  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-
-
-def _quantity(read: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    def callback(_: click.Context, option: click.Parameter, text: str | None) -> Any:
-        try:
-            return None if text is None else read(text)
-        except ConfigError as error:
-            raise click.BadParameter(str(error), param=option) from None
-
-    return callback
-
-
-BYTES, SECONDS = _quantity(read_bytes), _quantity(read_seconds)  # callbacks of options: "12GiB", "30min"
 
 
 def job_options(command: Callable[..., Any]) -> Callable[..., Any]:

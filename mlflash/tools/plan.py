@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from ..config import slots_of
+from ..config import history_of_light, slots_of
 from ..errors import ConfigError
 from ..memory.memory_limits import headroom
 from ..memory.parity_layout import parity_extents
@@ -33,7 +33,7 @@ from ..state import layout
 from ..state.layout import ALIGN_NBYTES, PAGE_NBYTES, Extents, round_up
 from ..text import YEAR_S, many, show_bytes, show_seconds, show_share
 from . import completion
-from .options import BYTES, SECONDS, certify_after_option, draining_option
+from .options import BYTES, SECONDS, certify_after_option, draining_option, gradients_option, light_option
 from .output import new_table, print_answer
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ _FILE = click.Path(exists=True, dir_okay=False)
               help="Show the chances if 1 to this many random nodes are lost at once.")  # fmt: skip
 @draining_option
 @certify_after_option
+@light_option
+@gradients_option
 @click.option("--mtbf", callback=SECONDS, help="Mean time between failures of one node: 5y, 200d, 30000h.")
 @click.option("--save", callback=SECONDS,
               help="Time that a save stalls training: 0.5s, 80ms.  [default: that of --report]")  # fmt: skip
@@ -121,6 +123,7 @@ def _job(given: dict[str, Any], measured: dict[str, Any]) -> tuple[Job, list[str
         names, given["ranks_per_node"] or measured.get("ranks_per_node") or 8, nbytes,
         domains.kinds if domains else (), tuple(map(domains.names, names)) if domains else (), given["memory"],
         own_slots=held + given["draining"], copy_slots=held, alike_nbytes=alike,
+        light=given["light"], gradients_nbytes=given["gradients"] or measured.get("gradients"),
     )  # fmt: skip
     for kind, names_of in job.domains.items():
         if len(names) > 1 and len(set(names_of)) == 1:
@@ -186,6 +189,7 @@ class _Report(msgspec.Struct):
     seconds: dict[str, float]
     slots: list[_Slot]
     shared_with: list[int] = msgspec.field(name="shared with")
+    light: _Report | None = None
 
     def largest(self, what: str) -> int:
         return max((slot.nbytes for slot in self.slots if slot.what == what), default=0)
@@ -204,6 +208,9 @@ def _measured(path: str) -> dict[str, Any]:
         alike_on[report.node] += report.largest("share")
     alike = max(alike_on.values(), default=0)
     nbytes = max((report.largest("own") for report in reports), default=0) + alike
+    of_light = [report.light for report in reports if report.light is not None]
+    gradients = max((report.largest("own") for report in of_light), default=0)
+    gradients += sum(report.largest("share") for report in of_light)
     if not nbytes or not all(report.counts.get("saves") for report in reports):
         raise ConfigError(f"the run of {path} saved nothing", expected="at least one save")
     if alike and len(reports) < (needed := len(reports[0].shared_with)):
@@ -212,6 +219,7 @@ def _measured(path: str) -> dict[str, Any]:
     stall, behind = (max(report.seconds.get(phase, 0.0) / report.counts["saves"] for report in reports)
                      for phase in ("stall", "protect and commit"))  # fmt: skip
     size = {"nodes": len(ranks_on), "ranks_per_node": max(ranks_on.values())} if len(reports) > 1 else {}
+    size |= {"gradients": gradients} if gradients else {}
     return {**size, "nbytes": nbytes, "alike": alike, "save": stall, "commit": stall + behind}
 
 
@@ -243,6 +251,8 @@ def _introduction(job: Job, costs: Costs | None, compared: Sequence[SchemeCosts]
         f"{show_bytes(job.state_nbytes)} of state on a node, {show_bytes(nodes * job.state_nbytes)} in all; each rank "
         f"has {job.own_slots} slots, each copy {job.copy_slots}"
     )
+    if job.light:
+        yield f"light saves: each rank and each copy has {job.light_slots} slots of {show_bytes(job.light_nbytes)} more"
     if job.alike_nbytes:
         yield f"{show_bytes(job.alike_nbytes)} of it is the same on all ranks: stored once on each node, and not sent"
     yield f"{show_bytes(max(p.spare_nbytes for p in compared))} more must be free on a node when slots are made"
@@ -265,6 +275,8 @@ def _table(job: Job, costs: Costs | None, compared: Sequence[SchemeCosts]) -> Ta
     if any(p.made != p.scheme for p in compared):
         columns["made here"] = lambda p: "" if p.made == p.scheme else p.made
     columns |= {">a node": lambda p: show_bytes(p.memory_nbytes), ">x state": lambda p: f"{p.memory_per_state:.2f}"}
+    if job.light:
+        columns[">sent a save"] = lambda p: show_bytes(p.sent_nbytes)
     if job.memory_nbytes is not None:
         columns["fits"] = lambda p: "yes" if p.fits else "no"
     for lost in compared[0].chances:
@@ -389,6 +401,8 @@ class Job:
     own_slots: int = 2  # of each rank: a third if the job drains, and one or two more if it certifies steps
     copy_slots: int = 2  # of each copy and each parity file: as many more if the job certifies steps
     alike_nbytes: int = 0  # the part of ``nbytes`` that is the same on all ranks: stored once on each node
+    light: int = 0  # saves between two whole ones that keep gradients only
+    gradients_nbytes: int | None = None  # of a rank; None: a third of ``nbytes``
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.node_names) * self.ranks_per_node <= MOST_RANKS or self.nbytes < 1:
@@ -412,6 +426,18 @@ class Job:
         return {kind: [place[level] for place in self.places] for level, kind in reversed([*enumerate(self.kinds)])}
 
     @property
+    def light_slots(self) -> int:
+        return slots_of(0, history_of_light(self.light)) if self.light else 0
+
+    @property
+    def light_nbytes(self) -> int:
+        return -(-self.nbytes // 3) if self.gradients_nbytes is None else self.gradients_nbytes
+
+    @property
+    def alike_share(self) -> float:
+        return self.alike_nbytes / self.nbytes
+
+    @property
     def state_nbytes(self) -> int:
         """Bytes of state on a node (the B of "4 B")."""
         return self.ranks_per_node * self.nbytes
@@ -426,6 +452,7 @@ class SchemeCosts:
     memory_nbytes: int  # on the node that needs most
     memory_per_state: float  # ``memory_nbytes`` divided by the state of a node
     spare_nbytes: int  # what must stay free when the memory is allocated
+    sent_nbytes: int  # by a rank for a save, on average of whole and light ones
     fits: bool | None  # whether a node has room for both; None: unknown
     survives: str  # the losses that it survives, in words
     any_nodes: int  # largest k for which any k nodes may be lost
@@ -461,16 +488,34 @@ def node_nbytes(job: Job, placement: Placement) -> int:
 
     The manifest counts with its smallest size, two pages; its real size depends on the names in the state.
     """
-    slot = Extents(2 * PAGE_NBYTES, round_up(job.nbytes - job.alike_nbytes, ALIGN_NBYTES), layout.BLOCK_NBYTES)
+    whole = _nbytes_of_slots(job, placement, job.nbytes, job.alike_nbytes, job.own_slots, job.copy_slots)
+    if not job.light:
+        return whole
+    light, alike = job.light_nbytes, round(job.light_nbytes * job.alike_share)
+    return whole + _nbytes_of_slots(job, placement, light, alike, job.light_slots, job.light_slots)
+
+
+def sent_nbytes(job: Job, placement: Placement) -> int:
+    """Return how many bytes a rank sends for a save, on average: once for each lost node that a group survives.
+
+    A whole save comes with a light one, on which the next light one depends.
+    """
+    whole, light = job.nbytes - job.alike_nbytes, round(job.light_nbytes * (1 - job.alike_share))
+    sent = whole + (job.light + 1) * light if job.light else whole
+    return round(sent * placement.scheme.losses / (job.light + 1))
+
+
+def _nbytes_of_slots(job: Job, placement: Placement, nbytes: int, alike: int, own_slots: int, copy_slots: int) -> int:
+    slot = Extents(2 * PAGE_NBYTES, round_up(nbytes - alike, ALIGN_NBYTES), layout.BLOCK_NBYTES)
     sizes = {len(group) for group in placement.parity_groups}
     parity = {n: parity_extents([slot.blocks] * n, placement.scheme.losses, layout.BLOCK_NBYTES).nbytes for n in sizes}
     nodes = [0] * len(job.node_names)
     for node, owners, group in zip(job.topology.node_of, placement.owners, placement.parity_group_of, strict=True):
-        nodes[node] += job.own_slots * slot.nbytes
-        nodes[node] += job.copy_slots * (len(owners) * slot.nbytes + parity.get(len(group), 0))
-    bounds = cuts(job.alike_nbytes, job.ranks_per_node) if job.alike_nbytes else []
+        nodes[node] += own_slots * slot.nbytes
+        nodes[node] += copy_slots * (len(owners) * slot.nbytes + parity.get(len(group), 0))
+    bounds = cuts(alike, job.ranks_per_node) if alike else []
     shares = [Extents(0, high - low, layout.BLOCK_NBYTES).nbytes for low, high in itertools.pairwise(bounds)]
-    return max(nodes) + job.own_slots * sum(shares)
+    return max(nodes) + own_slots * sum(shares)
 
 
 def share_uncovered(survived: survival.Survival, node_mtbf_s: float, window_s: float) -> float:
@@ -506,6 +551,7 @@ def scheme_costs(job: Job, scheme: Scheme, placed: Placement, losses: int, costs
         memory_nbytes=memory,
         memory_per_state=memory / job.state_nbytes,
         spare_nbytes=headroom(memory),
+        sent_nbytes=sent_nbytes(job, placed),
         fits=None if job.memory_nbytes is None else memory + headroom(memory) <= job.memory_nbytes,
         survives=survival.describe(survived, job.domains),
         any_nodes=survived.any_nodes,

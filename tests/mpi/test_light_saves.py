@@ -18,6 +18,7 @@ from mlflash import Checkpointer
 from mlflash.checkpointer import light_saves
 from mlflash.errors import StepNotFound
 from mlflash.save import repeated_steps
+from mlflash.save.snapshot import Snapshot
 
 pytestmark = pytest.mark.mpi(min_size=1)
 WORLD = MPI.COMM_WORLD
@@ -123,6 +124,33 @@ def test_a_lost_node_costs_no_step(settings: dict[str, Any], nodes: Nodes) -> No
     with Checkpointer(**settings) as ckpt:
         assert ckpt.restore(again.state) == 9
         assert again.bits() == Training().train(None, 1, 9).bits()
+
+
+def test_a_whole_save_that_has_not_ended_costs_no_step(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    ckpt = Checkpointer(**settings)
+    training.train(ckpt, 1, 5)
+    monkeypatch.setattr(ckpt._saves, "save", lambda step, *_: Snapshot(step, lambda: None))  # it never ends
+    training.train(ckpt, 6, 8)  # number 9 would wait for it
+    assert ckpt.abandon()
+    WORLD.barrier()
+    again = Training()
+    with Checkpointer(**settings) as ckpt:
+        assert ckpt.restore(again.state) == 8
+    assert again.bits() == Training().train(None, 1, 8).bits()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_after_a_restore_all_is_protected_again(settings: dict[str, Any], nodes: Nodes) -> None:
+    interrupted(settings, 9, Training())
+    for lost in (1, 0):
+        nodes.lose(lost)
+        again = Training()
+        with Checkpointer(**settings) as ckpt:
+            assert ckpt.restore(again.state) == 9
+            assert again.bits() == Training().train(None, 1, 9).bits()
 
 
 def test_most_saves_are_light_and_small(settings: dict[str, Any]) -> None:

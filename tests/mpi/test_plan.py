@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from emulated import on_node
 from mpi4py import MPI
 from ranks import SharedCouriers
@@ -56,6 +57,24 @@ def test_so_are_those_of_a_plan_for_ranks_that_share_state(options: dict[str, An
     alike = -(-1_000_000 // 256) * 256
     job = Job(nodes, per_node, 500_000 + alike, alike_nbytes=alike)
     assert max(held) == node_nbytes(job, place(job.topology, parse("copy")))
+
+
+@pytest.mark.parametrize("light", [1, 3])
+def test_so_are_those_of_a_plan_for_light_saves(options: dict[str, Any], light: int) -> None:
+    weights = torch.nn.Parameter(torch.randn(200_000))
+    optimizer = torch.optim.AdamW([weights])
+    with Checkpointer(redundancy="copy", light=light, **options) as ckpt:
+        for step in range(1, 12 * light):
+            weights.grad = torch.randn(200_000)
+            optimizer.step()
+            ckpt.save(step, {"weights": weights, "optimizer": optimizer})
+        ckpt.wait()
+        report = ckpt.report()
+    taken = [slot for each in (report, report["light"]) for slot in each["slots"]]
+    job = Job(tuple(f"n{rank}" for rank in range(SIZE)), 1, 2_400_000, light=light)
+    assert len(taken) == (2 + job.light_slots) * (1 + (SIZE > 1))
+    expected = node_nbytes(job, place(job.topology, parse("copy")))
+    assert expected <= max(COMM.allgather(sum(slot["nbytes"] for slot in taken))) < 1.02 * expected
 
 
 # Failure domains

@@ -71,4 +71,5 @@ class Nodes:
 
     def _remove(self, nodes: Iterable[int]) -> None:
         for node in nodes:
-            shutil.rmtree(self.path(node))
+            for path in self.path(node).parent.glob("t*"):  # light saves have a folder of their own
+                shutil.rmtree(path)
