@@ -159,7 +159,7 @@ class History:
         plan = draw_plan(random, self.setting, crash_points.POINTS, saves, not number, bool(self.oracle.lost))
         launch = Launch(number, plan, saves, random.choice(["all", "some", "none"]), False,
                         step_s=random.choice([0.0, 0.0, 0.003, 0.03]))  # fmt: skip
-        if self.setting.special & {"values", "kept", "drain"}:
+        if self.setting.special & {"values", "kept", "drain", "light"}:
             launch.saves += 2
         if "values" in self.setting.special:
             newest = self.oracle.newest[1] if self.oracle.newest else 0
@@ -217,7 +217,7 @@ class History:
         self.reached[point] += 1
         self._worked_at = self.kernel.now
         if self.kernel.current is not None:
-            if point == "reprotect.done":
+            if point == "reprotect.done" and "light" not in self.setting.special:
                 self.oracle.reprotected(self.launch, self.kernel.current.process.rank)
             elif point == "restore.adopted":
                 self.oracle.adopted()
@@ -226,6 +226,9 @@ class History:
     def note(self, process: Process, event: str, **more: Any) -> None:
         record = Record(process.rank, event, idle_s=self.kernel.now - self._worked_at, **more)
         self.launch.records.append(record)
+        is_whole = event == "end" and record.step is not None and not self.setting.no_space
+        if is_whole and "light" in self.setting.special:  # so has what a restore saved
+            self.oracle.reprotected(self.launch, process.rank)
         self.kernel.note(f"{process.name} {process.rank} notes {event} {record.step}")
 
     # Deaths
@@ -298,8 +301,12 @@ class History:
 
     # What is lost
 
-    def node_path(self, node: int) -> Path:
-        return self.memory / f"node{node}" / f"mlflash-{os.getuid()}" / "j"
+    def node_paths(self, node: int) -> list[Path]:
+        """The folders of the job, and of its light saves, in the memory of a node."""
+        return sorted((self.memory / f"node{node}" / f"mlflash-{os.getuid()}").glob("j*"))
+
+    def _slots(self, node: int) -> list[Path]:
+        return [slot for path in self.node_paths(node) for slot in sorted(path.glob("slot-*"))]
 
     def damage(self) -> None:
         """Lose what is lost between two launches: within what the scheme covers, or, rarely, beyond."""
@@ -316,13 +323,14 @@ class History:
                 self.wipe(node)
         node = random.randrange(self.setting.nodes)
         if self.setting.flips and random.random() < 0.6 and self.oracle.covers(node):
-            self._flip(node, sorted(self.node_path(node).glob("slot-*")))
+            self._flip(node, self._slots(node))
         if self.setting.flips and random.random() < 0.3:
             self._flip(None, sorted(path for path in self.files.rglob("*") if path.is_file() and path.stat().st_size))
 
     def wipe(self, node: int) -> None:
-        if self.node_path(node).exists():
-            shutil.rmtree(self.node_path(node))
+        if paths := self.node_paths(node):
+            for path in paths:
+                shutil.rmtree(path)
             self.oracle.lost.add(node)
             self.outcomes["wiped"] += 1
             self.kernel.note(f"wipe {node}")
@@ -332,8 +340,8 @@ class History:
         node = self.kernel.random.randrange(self.setting.nodes)
         step = max((step for _, _, step, snapshot in self.launch.snapshots if snapshot.committed), default=-1)
         if self.oracle.covers(node) and not self.launch.is_last:
-            files = sorted(self.node_path(node).glob("slot-*"))
-            self._flip(node, [path for path in files if (header := _header_of(path)) and header.step == step])
+            paths = [path for path in self._slots(node) if (header := _header_of(path)) and header.step == step]
+            self._flip(node, paths)
             self.launch.flipped[node] = step
 
     def _flip(self, node: int | None, files: list[Path]) -> None:

@@ -291,7 +291,7 @@ class Supervisor:
             self._go_on()
 
     def _lose_memory(self, node: int) -> None:
-        if (path := self._history.node_path(node)).exists():
+        for path in self._history.node_paths(node):
             shutil.rmtree(path)
             self._history.oracle.lose(self._launch, node)
             self._history.outcomes["wiped in place"] += 1

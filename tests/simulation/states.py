@@ -10,6 +10,7 @@ import torch
 _BLOCK_NBYTES = 8192
 _COMMON = 99  # stands for the rank, where all ranks have the same
 _LAZY_NBYTES = 70_000  # smaller tensors are never copied later
+_LIGHT_SIZE = 3000
 _NOT_COMMON = ("weights", "frozen", "zeros", "noise", "values", "parameter")
 NO_LAUNCH = 77  # of states that are there before anything is restored
 
@@ -48,13 +49,13 @@ class States:
             state["values"] = noise(rank, step, launch, 1500).astype(np.float32) + 1
             if self.is_suspect(step) and rank == 1:
                 state["values"][7] = np.nan
-        if "lazy" in self._special:
+        if self._special & {"lazy", "light"}:
             state["parameter"] = torch.nn.Parameter(torch.from_numpy(self._parameter(rank, step, launch)))
         return state
 
-    @staticmethod
-    def _parameter(rank: int, step: int, launch: int) -> np.ndarray:
-        return noise(rank, step, launch, _LAZY_NBYTES).astype(np.float32)
+    def _parameter(self, rank: int, step: int, launch: int) -> np.ndarray:
+        size = _LIGHT_SIZE if "light" in self._special else _LAZY_NBYTES
+        return noise(rank, step, launch, size).astype(np.float32)
 
     def differences(self, state: dict[str, Any], rank: int, step: int, launch: int, only_common: bool) -> list[str]:
         """The names of what is not, bit for bit, what it must be.
