@@ -64,23 +64,24 @@ class Job:
         with_slurm: whether it is a job of Slurm.
         pause: in each step, seconds.
         light: saves between two whole ones that are light.
+        more: options of the training; see `kept_trainer`.
         victim: the rank that is lost first, always; None: any.
         elastic: whether no node waits, and fewer ranks train on. ``expected`` is empty then.
     """
 
     def __init__(self, folder: Path, ranks: int, last: int, expected: list[dict[int, str]], dice: random.Random,
                  kinds: dict[str, int], model: str, with_slurm: bool, pause: float, victim: int | None,
-                 elastic: bool, light: int):  # fmt: skip
+                 elastic: bool, light: int, more: dict[str, Any]):  # fmt: skip
         self._folder, self._ranks, self._last, self._expected = folder, ranks, last, expected
         self._dice, self._kinds = dice, kinds
         self._nodes = Nodes([f"host{number}" for number in range(1, ranks + 2 - elastic)])
         self._slurm = Slurm(self._nodes) if with_slurm else None
         training = {"attacked": True, "digests": "steps" if elastic else "entries", "pause": pause, "kind": model,
-                    "settings": {"job": "kept", "light": light}}  # fmt: skip
-        more = ["--hang-after", str(HANG_S)] + (["--min-ranks", "1"] if elastic else [])
+                    "settings": {"job": "kept", "light": light}, **more}  # fmt: skip
+        options = ["--hang-after", str(HANG_S)] + (["--min-ranks", "1"] if elastic else [])
         start = functools.partial(KeptJob, self._slurm) if self._slurm else functools.partial(KeptRun, self._nodes)
-        self._model, self._elastic, self._grown = model, elastic, 0.0
-        self._run: Kept = start(ranks, last, more=more, **training)
+        self._model, self._optimizer, self._elastic, self._grown = model, more["optimizer"], elastic, 0.0
+        self._run: Kept = start(ranks, last, more=options, **training)
         self._dead: list[str] = []
         self._victim = victim
 
@@ -164,7 +165,7 @@ class Job:
         parts.append((ranks, self._last))
         out = self._folder / f"{self._run.out.parent.name}-uninterrupted"
         out.mkdir()
-        expected = uninterrupted(out, *parts, kind=self._model)
+        expected = uninterrupted(out, *parts, kind=self._model, optimizer=self._optimizer)
         shutil.rmtree(out)
         return "" if ends[:ranks] == expected else f"other bits at the end, after {parts}"
 
@@ -312,11 +313,11 @@ class Job:
         return found
 
 
-def reference(folder: Path, ranks: int, last: int, model: str) -> list[dict[int, str]]:
+def reference(folder: Path, ranks: int, last: int, model: str, optimizer: str) -> list[dict[int, str]]:
     """The digest of each rank after each step of a training that nothing happens to."""
     out = folder / f"uninterrupted-{ranks}-{last}"
     out.mkdir()
-    uninterrupted(out, (ranks, last), digests="steps", kind=model)
+    uninterrupted(out, (ranks, last), digests="steps", kind=model, optimizer=optimizer)
     return [{int(step): digest for step, _, digest in
              (line.split(" ", 2) for line in (out / f"digests-{rank}").read_text().splitlines())}
             for rank in range(ranks)]  # fmt: skip
@@ -392,19 +393,22 @@ def main() -> int:
     parser.add_argument("--model", default="ddp", choices=["ddp", "compiled", "fsdp", "hsdp", "tp"])
     parser.add_argument("--elastic", action="store_true", help="no node waits: fewer ranks train on, and more later")
     parser.add_argument("--light", type=int, default=0, help="so many saves between two whole ones are light")
+    parser.add_argument("--waits", action="store_true", help="each step waits until its save has committed")
+    parser.add_argument("--optimizer", default="AdamW", choices=["AdamW", "fused", "SGD"])
     parser.add_argument("--slurm", action="store_true", help="each training is a job of a real Slurm on these nodes")
     parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each fault; what went wrong beside")
     args = parser.parse_args()
     kinds = {kind: weight for kind, weight in KINDS.items() if not args.kinds or kind in args.kinds}
     folder = Path(tempfile.mkdtemp(prefix="kept-campaign-", dir="/var/tmp"))
-    expected = [] if args.elastic else reference(folder, args.ranks, args.last, args.model)
+    expected = [] if args.elastic else reference(folder, args.ranks, args.last, args.model, args.optimizer)
+    more = {"optimizer": args.optimizer, "waits": args.waits}
     results: list[dict[str, Any]] = []
     number = 0
     while len(results) < args.faults:
         number += 1
         dice = random.Random(f"{args.seed} {number}")
         job = Job(args.out.parent, args.ranks, args.last, expected, dice, kinds, args.model, args.slurm, args.pause,
-                  args.victim, args.elastic, args.light)  # fmt: skip
+                  args.victim, args.elastic, args.light, more)  # fmt: skip
         keep = ""
         try:
             for result in job.attack(min(args.at_once, args.faults - len(results))):

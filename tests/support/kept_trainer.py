@@ -3,8 +3,8 @@
 Usage: kept_trainer.py OUT LAST [JSON]. Each rank adds a line for each step to OUT/steps-RANK, and writes a digest of
 its final state to OUT/end-RANK. Each process notes in OUT/waits-HOST-PID that it is about to wait for a rank. JSON:
 
-- ``kind`` of the model (ddp, compiled, fsdp, hsdp, tp), its ``device`` and ``dropout``, ``settings`` of the
-  Checkpointer, ``pause`` seconds a step;
+- ``kind`` of the model (ddp, compiled, fsdp, hsdp, tp), its ``device`` and ``dropout``, its ``optimizer``, ``settings``
+  of the Checkpointer, ``pause`` seconds a step; ``waits``: each step waits for the commit of its save;
 - ``die``: a list of rank, step and place, at each of which the process that has this rank kills itself once;
   ``die_in``: a list of rank and crash point of a recovery, at each of which it does so;
 - ``hang``: a list of rank and step, at each of which the process that has this rank waits for ever, once;
@@ -49,6 +49,11 @@ OUT, LAST = Path(sys.argv[1]), int(sys.argv[2])
 OPTIONS: dict[str, Any] = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
 KIND, DEVICE = OPTIONS.get("kind", "ddp"), OPTIONS.get("device", "cpu")
 WIDTH, BATCH, LATE_S = 32, 8, 8
+OPTIMIZERS = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True, foreach=True),
+}
 BEGAN_WITH = dict(os.environ)
 
 
@@ -132,7 +137,7 @@ init_process_group()
 os.environ["NCCL_HOSTID"] = str(os.getpid())  # ranks may share a GPU: to NCCL each is on a machine of its own
 inner = Model().to(DEVICE)
 model = wrapped(inner)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = OPTIMIZERS[OPTIONS.get("optimizer", "AdamW")](model.parameters())
 schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
 # Its scale changes every third step, and once it is too large a step is left out.
 scaler = torch.amp.GradScaler(DEVICE, growth_interval=3, enabled=KIND in ("ddp", "compiled"))
@@ -175,7 +180,9 @@ def train(ckpt: mlflash.Checkpointer, start: int) -> int:
         scaler.update()
         schedule.step()
         die(step, "save")
-        ckpt.save(step, state)
+        saved = ckpt.save(step, state)
+        if OPTIONS.get("waits"):
+            saved.wait()
         with (OUT / f"steps-{rank}").open("a") as file:
             file.write(f"{time.time():.4f} {step} {os.getpid()} {entries} {os.uname().nodename}\n")
         if OPTIONS.get("digests") == "steps":
