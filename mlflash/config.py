@@ -62,7 +62,7 @@ _FRACTION = Allowed(lambda value: 0 <= value <= 1, "a number, 0 to 1")
 _ABSOLUTE = Allowed(os.path.isabs, "an absolute path")
 _SCHEME = Allowed(lambda value: _is_scheme(value), redundancy.EXPECTED)
 _JOB_NAME = Allowed(
-    lambda value: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", value) is not None,
+    lambda value: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(\+light)?", value) is not None,
     "a name for a directory: 1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit",
 )
 _MOST = (1 << 63) - 1

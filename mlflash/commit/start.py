@@ -11,7 +11,7 @@ from ..config import Config
 from ..errors import DeadlineExceeded, MlflashError
 from ..memory.copy_threads import as_many_as_help
 from ..memory.memory_limits import slow_kind
-from ..memory.node_directory import NodeDirectory, claim_user_directory
+from ..memory.node_directory import LIGHT, NodeDirectory, claim_user_directory
 from ..memory.slot_pool import SlotPool
 from ..mpi.fabric import Poke
 from ..mpi.nonblocking import SendRate
@@ -120,14 +120,10 @@ def _assemble(
         log.info("certify_after=%d: memory holds %d states of each rank, and as many of each copy, instead of 2, to "
                  "keep the certified step%s", config.certify_after, config.slots,
                  " and the one on trial" if config.slots > 3 else "")  # fmt: skip
-    if world.rank == 0:
-        part = world.mpi is not None and world.mpi.COMM_WORLD.size > world.size
-        _say_what_is_made(placement, world.topology.node_names, part)
-    _say_what_is_slow(world, config.memory)
-    close = too_close(world.topology, placement, state.domains_by_kind)
-    if close and world.rank == 0:
-        more = f" (and {len(close) - _NAMED} more)" if len(close) > _NAMED else ""
-        log.warning("%s%s: if that is lost, memory cannot restore", "; ".join(close[:_NAMED]), more)
+    if not config.job.endswith(LIGHT):  # its whole saves have the same
+        _say_what_is_made(world, placement)
+        _say_what_is_slow(world, config.memory)
+        _say_what_is_close(world, placement, state)
     return state
 
 
@@ -147,10 +143,12 @@ def _recorder(config: Config, world: World, memory: NodeDirectory, run: str, sta
     return CourierRecorder(world.rank, CourierHeartbeat(memory, facts, config.heartbeat), events)
 
 
-def _say_what_is_made(placement: Placement, names: Sequence[str], part: bool) -> None:
+def _say_what_is_made(world: World, placement: Placement) -> None:
     """Warn if there are too few nodes for the requested redundancy."""
-    asked, copied, nodes, ranks = placement.scheme, any(placement.partners), len(names), len(placement.partners)
-    if asked.kind == "none":
+    part = world.mpi is not None and world.mpi.COMM_WORLD.size > world.size
+    asked, names = placement.scheme, world.topology.node_names
+    copied, nodes, ranks = any(placement.partners), len(names), len(placement.partners)
+    if asked.kind == "none" or world.rank:
         return
     if nodes == 1 and part:
         log.warning(
@@ -166,6 +164,14 @@ def _say_what_is_made(placement: Placement, names: Sequence[str], part: bool) ->
     elif nodes < asked.losses + (2 if asked.parity else 1) or (asked.parity and copied):
         log.warning("redundancy %r needs more nodes with equally many ranks than there are here (%d): %s is made of it",
                     str(asked), nodes, made(placement))  # fmt: skip
+
+
+def _say_what_is_close(world: World, placement: Placement, state: CourierState) -> None:
+    """Warn if a failure domain has more of a group than the group may lose."""
+    close = too_close(world.topology, placement, state.domains_by_kind)
+    if close and world.rank == 0:
+        more = f" (and {len(close) - _NAMED} more)" if len(close) > _NAMED else ""
+        log.warning("%s%s: if that is lost, memory cannot restore", "; ".join(close[:_NAMED]), more)
 
 
 def _say_what_is_slow(world: World, memory: str) -> None:

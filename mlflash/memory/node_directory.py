@@ -30,7 +30,7 @@ PRIVATE = "owned by this user, no access for group and others, not a link"
 _MOST_NAMES = 1000  # names to try; whoever takes more of them could also fill the memory
 _passed_over: set[str] = set()
 
-LIGHT = ".light"
+LIGHT = "+light"
 """After the name of a job: where its light saves are."""
 SLOT_NAME = re.compile(r"slot-(\d{4,})")
 _LOCK_NAME = "lock"
@@ -392,7 +392,7 @@ class NodeDirectory:
     def other_jobs(self) -> dict[str, int]:
         """Bytes of the slots that other jobs of this user hold in this memory, alive or not, by job."""
         held = held_by_jobs(self.memory)
-        return {job: nbytes for job, nbytes in held.items() if nbytes and job != self._job}
+        return {job: nbytes for job, nbytes in held.items() if nbytes and job != self._job.removesuffix(LIGHT)}
 
     def close(self) -> None:
         """Release the lock and the directory; the files stay. May be called twice."""
@@ -406,8 +406,12 @@ class NodeDirectory:
 
 
 def jobs_of(memory: str) -> list[str]:
-    """List the jobs of this user that have memory on this node."""
-    return sorted({os.path.basename(path) for top in user_directories(memory) for path in _below(top)})
+    """List the jobs of this user that have memory on this node. Light saves count as their job's."""
+    return sorted({_job_of(path) for top in user_directories(memory) for path in _below(top)})
+
+
+def _job_of(path: str) -> str:
+    return os.path.basename(path).removesuffix(LIGHT)
 
 
 def held_by_jobs(memory: str) -> dict[str, int]:
@@ -415,7 +419,7 @@ def held_by_jobs(memory: str) -> dict[str, int]:
     held = dict.fromkeys(jobs_of(memory), 0)
     for top in user_directories(memory):
         for path in _below(top):
-            held[os.path.basename(path)] += sum(map(_slot_nbytes, _entries(path)))
+            held[_job_of(path)] += sum(map(_slot_nbytes, _entries(path)))
     return held
 
 
@@ -429,13 +433,15 @@ def clean(memory: str, job: str, wait_s: float = 0.0) -> int:
         JobInUse: the job is alive; nothing of this node was deleted.
         UnsafePath: its directory is not private to this user.
     """
-    light = clean(memory, job + LIGHT, wait_s) if job + LIGHT in jobs_of(memory) else 0
-    held = NodeDirectory(memory, job)
-    try:
-        held.lock(0, 1, wait_s)
-        return light + held.wipe()
-    finally:
-        held.close()
+    with contextlib.ExitStack() as ends:
+        directories = []
+        for name in (job, job + LIGHT):
+            with contextlib.suppress(FileNotFoundError):
+                directories.append(NodeDirectory(memory, name, make=False))
+                ends.callback(directories[-1].close)
+        for held in directories:
+            held.lock(0, 1, wait_s)
+        return sum(held.wipe() for held in directories)
 
 
 def _entries(path: str) -> list[os.DirEntry[str]]:

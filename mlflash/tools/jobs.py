@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import sys
@@ -13,8 +14,8 @@ import click
 from ..config import Config, job_name
 from ..errors import JobInUse, MlflashError
 from ..framework_files.background_files import leftovers
+from ..memory.node_directory import LIGHT, jobs_of
 from ..memory.node_directory import clean as clean_job
-from ..memory.node_directory import jobs_of
 from ..memory.process_names import process_named
 from ..mpi.world import World, gather
 from ..text import listed, many, show_bytes
@@ -31,9 +32,10 @@ _NAMED = 5  # jobs in an error message
 
 
 def _look_at(memory: str, job: str) -> Node:
-    """Look at what a job holds in the memory of this node. The result has the name of the job."""
+    """Look at what a job holds in the memory of this node, with its light saves. The result has the name of the job."""
     try:
-        return look(memory, job, job)
+        whole, light = look(memory, job, job), look(memory, job + LIGHT, job)
+        return dataclasses.replace(whole, files=whole.files + light.files, pid=whole.pid or light.pid)
     except MlflashError as error:
         return Node(job, error=str(error))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..config import Config
+from ..memory.node_directory import LIGHT
 from ..memory.process_names import process_named
 from ..memory.slot import Attempt, Header, Kind, Verdict
 from ..mpi.world import World
@@ -81,6 +82,7 @@ class JobState:
     nodes: list[Node]
     outlook: Restorability
     stored: on_disk.DirectoryContents | None
+    light: list[int] = dataclasses.field(default_factory=list)  # newer steps that were saved lightly
     is_moving: bool = False  # whether the job commits so fast that each look finds another step that seems to be lost
 
     @property
@@ -116,11 +118,15 @@ class JobState:
         newest = self.outlook.newest
         return None if newest is None or self.outlook.unseen else survival(self.nodes, newest)
 
+    @property
+    def light_words(self) -> str:
+        return f"light saves after it, which a restore makes again: {ranges(self.light)}"
+
     def to_json(self) -> dict[str, Any]:
         survives, newest = self.survives, self.outlook.newest
         return {
             "job": self.job, "alive": any(node.pid is not None for node in self.nodes), "well": self.is_well,
-            "newest": None if newest is None else newest.step,
+            "newest": None if newest is None else newest.step, "light": self.light,
             "verified": False,  # headers tell what was saved, not what can be loaded
             "survives": None if survives is None else dataclasses.asdict(survives) | {"words": str(survives)},
             "unseen": list(self.outlook.unseen), "attempts": [each.to_json() for each in self.outlook.prospects],
@@ -145,6 +151,8 @@ class JobState:
             yield "", f"redundancy: {newest.scheme}"
             if newest.restores >= _STUCK:
                 yield "yellow", f"restored {newest.restores} times, and the job has committed nothing newer since"
+            if self.light:
+                yield "", self.light_words
         elif not self.outlook.unseen:
             yield "red", "in memory: nothing that can be restored"
         if self.outlook.unseen:
@@ -200,6 +208,8 @@ class JobState:
                 what, taken = f"{what}; a restore takes this", None
             table.add_row(str(step), place, str(ranks), show_age(unix_ns), what)
         console.print(table)
+        if self.light:
+            console.print(self.light_words)
 
 
 def look(world: World, config: Config, job: str | None) -> JobState:
@@ -217,7 +227,10 @@ def look(world: World, config: Config, job: str | None) -> JobState:
         if not world.broadcast(is_moving, 0):
             break
         before = lost
-    return JobState(name, nodes, outlook, on_disk.look_into(world, config.directory), is_moving)
+    light = what_is_restorable(look_around(world, config.memory, name + LIGHT), world.world is not None)
+    newest = -1 if outlook.newest is None else outlook.newest.step
+    steps = sorted({each.step for each in light.prospects if each.choice is not None and each.step > newest})
+    return JobState(name, nodes, outlook, on_disk.look_into(world, config.directory), steps, is_moving)
 
 
 # In words

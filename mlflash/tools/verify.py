@@ -12,7 +12,7 @@ import click
 from ..config import Config
 from ..drain.provenance import public_key
 from ..errors import ConfigError, CorruptSlot, MlflashError
-from ..memory.node_directory import NodeDirectory
+from ..memory.node_directory import LIGHT, NodeDirectory
 from ..mpi.world import World, gather_from_all
 from ..storage.store import open_store
 from ..text import many, show_bytes
@@ -94,6 +94,7 @@ def verify(world: World, config: Config, job: str | None, key: str | None) -> An
     if stored is not None and stored.is_missing:
         raise click.ClickException(f"the directory {stored.path} does not exist")
     in_memory = _verify_memory(world, config, name)
+    in_memory += [place for place in _verify_memory(world, config, name + LIGHT) if place.files or place.being_written]
     in_directory = [] if stored is None else _verify_directory(world, stored, key)
     document = {"job": name, "memory": [place.to_json() for place in in_memory],
                 "directory": [place.to_json() for place in in_directory]}  # fmt: skip
@@ -115,7 +116,7 @@ def _verify_memory(world: World, config: Config, job: str) -> list[Checked]:
     error: MlflashError | None = None
     try:
         node = look(config.memory, job, world.node_name)
-        checked.append(Checked(node.name))
+        checked.append(Checked(node.name + ", light saves" * job.endswith(LIGHT)))
         total = sum(file.header.extents.body_nbytes for file in node.files if file.header)
         with (progress_bar("memory", total // world.local_size, world.rank == 0) as advance,
               contextlib.closing(NodeDirectory(config.memory, job, make=False)) as held):  # fmt: skip

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from damage import damage
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import ran
@@ -98,6 +99,26 @@ def test_status_says_what_is_in_memory_and_what_was_drained(shm: Path, tmp_path:
     assert "step 2 of 1 rank, committed" in text and "\nredundancy: none\n" in text
     assert "drained: step 2" in text and "headers" not in text
     assert all(len(line) <= 80 for line in text.splitlines() if "/" not in line and "damaged" not in line), text
+
+
+def test_light_saves_are_shown_verified_and_freed_with_their_job(shm: Path) -> None:
+    weights = torch.nn.Parameter(torch.zeros(500))
+    optimizer = torch.optim.SGD([weights], lr=1.0)
+    with mlflash.Checkpointer(job="j", memory=str(shm), redundancy="none", light=3) as ckpt:
+        for step in range(1, 8):
+            weights.grad = torch.full((500,), float(step))
+            optimizer.step()
+            ckpt.save(step, {"weights": weights, "optimizer": optimizer})
+    shown = document(shm, "status")
+    assert (shown["newest"], shown["light"]) == (5, [6, 7])
+    assert "which a restore makes again: 6-7" in run(shm, "status").stdout
+    (job,) = document(shm, "jobs")["jobs"]
+    assert (job["job"], job["step"], job["files"]) == ("j", 7, 8)
+    assert [place["files"] for place in document(shm, "verify")["memory"]] == [2, 6]
+    assert damage(shm, 7) == 1
+    assert "light saves: 5 of 6 files good" in run(shm, "verify", code=1).stdout
+    assert document(shm, "clean", "j")["jobs"][0]["nbytes"] == job["nbytes"]
+    assert not [*shm.glob("*/j*")]
 
 
 def test_list_has_memory_and_directory_newest_first(shm: Path, tmp_path: Path) -> None:
@@ -201,7 +222,7 @@ def test_damage_in_the_directory_is_found(shm: Path, tmp_path: Path) -> None:
     (folder,) = directory.iterdir()
     tensors, master = folder / "__0_0.distcp", folder / "checkpoint.mlflash"
 
-    def damage(path: Path, at: int) -> Any:
+    def damaged(path: Path, at: int) -> Any:
         good = path.read_bytes()
         path.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
         found = document(shm, "verify", "-d", directory, "--job", "j", code=1)["directory"][0]["damaged"]
@@ -212,8 +233,8 @@ def test_damage_in_the_directory_is_found(shm: Path, tmp_path: Path) -> None:
     (place,) = document(shm, "inspect", 1, "model.b", "-d", directory, "--job", "j", "--from", "directory")["tensors"]
     where = place["shards"][0]["bytes"][0]
     assert directory / where["file"] == tensors
-    assert "damaged, first model.b" in damage(tensors, where["start"])[0]["damage"]
-    assert damage(tensors, 10) and damage(master, 60)
+    assert "damaged, first model.b" in damaged(tensors, where["start"])[0]["damage"]
+    assert damaged(tensors, 10) and damaged(master, 60)
     tensors.unlink()
     document(shm, "verify", "-d", directory, "--job", "j", code=1)
     master.unlink()
