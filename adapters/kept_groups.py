@@ -453,7 +453,8 @@ class TorchGroups:
         if is_other and (any(group.size() != all_ranks for group in groups()) or instances(DeviceMesh)):
             begin_anew(rank)
         models = wrapped_models()
-        if size != all_ranks and not unit(groups(), models):
+        # If a round ended before models had their new shards, they fit to the ranks before, and have not run since.
+        if size != all_ranks and not self._has_other_ranks and not unit(groups(), models):
             raise MlflashError("the number of ranks cannot change any more, since the training has made a distributed "
                                "tensor or a mesh of its own")  # fmt: skip
         meshes = meshes_of(models)

@@ -49,7 +49,8 @@ _SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 @click.option("--ready-within", type=click.FloatRange(1), default=120, show_default=True, metavar="SECONDS",
               help="--keep-alive: time from there until all ranks begin the next step.")  # fmt: skip
 @click.option("--min-nodes", type=click.IntRange(1),
-              help="Continue with down to this many nodes, if your training can reshard.")  # fmt: skip
+              help="Continue with down to this many nodes, if your training can reshard.  [default: what --min-ranks "
+              "needs, else all]")  # fmt: skip
 @click.option("--min-ranks", type=click.IntRange(1),
               help="--keep-alive: if too few processes wait, train on with down to this many ranks.  [default: those "
               "of --min-nodes]")  # fmt: skip
@@ -113,8 +114,10 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
     tasks = os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "1")
     tasks_per_node = int(tasks.split("(")[0].split(",")[0])
     try:
+        ranks_per_node = ranks_per_node or tasks_per_node
+        min_nodes = min_nodes or -(-(min_ranks or 0) // ranks_per_node)
         options = RunOptions(
-            argv, nodes, ranks_per_node or tasks_per_node, min_nodes or 0, max_restarts, name, memory, directory,
+            argv, nodes, ranks_per_node, min_nodes, max_restarts, name, memory, directory,
             keep_memory, hang_timeout, look_every, grace, gpus, interface,
         )  # fmt: skip
         system = _system(kind, shlex.split(srun_args), hosts.split(",") if hosts else ["localhost"], rsh)

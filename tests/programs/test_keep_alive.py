@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -12,12 +13,15 @@ from pathlib import Path
 
 import needs
 import pytest
+from kept_run import MLFLASH, TRAINER, uninterrupted
 from processes import plain_environment, ran
+from run_results import Results
 from waiting import PATIENCE_S, until
 
 from mlflash.courier import main
 
 pytestmark = needs.MPI
+LAST = 40
 TRAIN = """
 import os, pathlib, signal, sys
 import numpy as np
@@ -85,6 +89,22 @@ def test_a_killed_rank_is_replaced_before_its_old_courier_ends(shm: Path, tmp_pa
     said = run(shm, tmp_path, "killed")
     (seconds,) = re.findall(r"rank 1 was lost \(.* signal 9 .*\); all train on after step \d+, ([\d.]+) s later", said)
     assert float(seconds) < main.ORPHAN_S
+
+
+def test_a_loss_while_the_shards_of_another_one_are_not_made_yet(shm: Path, tmp_path: Path) -> None:
+    out, options = tmp_path / "out", {"kind": "fsdp", "die": [[1, 20, "forward"]], "die_in": [[1, "round.couriers"]]}
+    results = Results(out)
+    words = ["-N", 1, "--ranks-per-node", 3, "--min-ranks", 1, "--keep-alive", "--launcher", "ssh", "--job", "kept"]
+    ran(MLFLASH, "run", *words, "--journal", out / "run.jsonl", "--", sys.executable, TRAINER, out, LAST,
+        json.dumps(options), timeout=2 * PATIENCE_S, MLFLASH_MEMORY=shm, OMP_NUM_THREADS=1,
+        PYTHONPATH=TRAINER.parent)  # fmt: skip
+    (first, *_), moved = results.events("recovered"), results.events("moved")  # what was lost may come back in time
+    assert first["ranks"] == 1 and len(results.events("start")) == 1  # rank 2 was rank 1 of two when it was lost
+    ranks, begun = [3, *(event["ranks"] for event in (first, *moved))], [first["step"], *(e["step"] for e in moved)]
+    parts = [*zip(ranks, [*begun, LAST], strict=True)]
+    (tmp_path / "alone").mkdir()
+    expected = uninterrupted(tmp_path / "alone", *parts, kind="fsdp")
+    assert [end["digest"] for end in results.ends()[: ranks[-1]]] == expected, parts
 
 
 # mlflash demo
