@@ -186,7 +186,7 @@ class Job:
         first, second = self._dice.sample(range(self._ranks), 2)
         if self._victim is not None:
             first, second = self._victim, (self._victim + 1) % self._ranks
-        if kind in CRASHES and self._slurm is not None and self._run.host_of(first) == self._nodes.names[0]:
+        if kind in (*CRASHES, "move") and self._slurm and self._run.host_of(first) == self._nodes.names[0]:
             first, second = second, first  # `mlflash run` is there: the job is requeued
         before = {rank: run.last_step(rank) for rank in range(self._ranks)}
         word = kind
