@@ -36,6 +36,7 @@ AIMS = {
     "rs": Aim("Reed-Solomon encoding, k=2", REDSET, 1 / 4),
     "slowed": Aim("a step while the courier works on a core of its own", ALONE, 1.03),
     "wall time": Aim("a training with a save every 10 steps and an idle core", OFF, 1.02),
+    "each step": Aim("a training that saves each step, with light=9 and an idle core", OFF, 1.03),
     "start": Aim("`Checkpointer(...)`", BARE_AND_A_BIT, 1.0),
     "gpu stall": Aim("stall of `save` of a state on a GPU", D2H, 1.1),
     "gpu lazy": Aim("the same of a lazy copy", D2H, 0.1),

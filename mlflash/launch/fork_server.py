@@ -29,6 +29,7 @@ Entry = Callable[[Courier], object]
 ENDS_S = 6.0
 """Limit for a courier to end after its trainer: it gives up what is left after 4 s, and a new run waits 8 s for it."""
 _LARGEST_NBYTES = 1 << 20  # of a courier's report
+_COLLECT_EVERY = 8  # couriers: after a `gc.unfreeze`, Python itself hardly ever looks for cycles of what was there
 
 
 class Refused(Exception):
@@ -153,6 +154,7 @@ class ForkServer:
         self._entries: dict[str, Entry] = {}
         self._vendor: str | None = None
         self.mpi_environment: dict[str, str] = {}  # the variable for couriers that says which MPI they have
+        self._ended = 0  # couriers
         self._used: set[tuple[str, int]] = set()  # epochs and ranks that had a courier
         self._segments: set[str] = set()  # of killed couriers; other processes still map them
         self._record: SegmentRecord | None = None  # for whoever finds them if this process is killed, too
@@ -243,6 +245,9 @@ class ForkServer:
     def _forget(self, courier: ForkedCourier, ended: Callable[[CourierEnd], None], end: CourierEnd) -> None:
         self._segments = courier_mpi.remove_unmapped(self._segments | courier.segments)
         ended(end)
+        self._ended += 1
+        if self._ended % _COLLECT_EVERY == 0:
+            gc.collect()
 
     def _note(self, segments: Collection[str]) -> None:
         """Write down what a courier may leave. Without a directory for that, it is left if all are killed."""

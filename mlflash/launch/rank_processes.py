@@ -360,7 +360,8 @@ class RankProcesses:
                 self._report_end(name, rank)
         for fd in list(self._pipes):
             self._read_rest(fd)
-            self._close(fd)
+            if fd in self._pipes:  # otherwise it was read to its end
+                self._close(fd)
 
     # What they print
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from introduced import meet
@@ -24,6 +26,7 @@ from mlflash.errors import LaunchFailed
 from mlflash.launch.cause import Cause
 from mlflash.launch.lines import pack
 from mlflash.launch.own_process import running
+from mlflash.launch.rank_processes import RankProcesses, _WholeLines
 from mlflash.run import agents
 from mlflash.run.agents import Agents
 from mlflash.run.launch_systems import OnSsh, address_of
@@ -315,3 +318,16 @@ def test_a_node_whose_status_hangs_is_silent_and_its_ranks_go_on(
         assert ranks.poll() is None
         ranks.end()
         assert ranks.poll() == 128 + signal.SIGTERM
+
+
+def test_output_that_ends_while_an_agent_ends_ends_it_no_earlier() -> None:
+    async def end() -> dict[int, Any]:
+        ranks = object.__new__(RankProcesses)  # without its process
+        ranks._loop, ranks._ranks, ranks._pipes = asyncio.get_running_loop(), {}, {}
+        ended, writes = os.pipe()
+        os.close(writes)  # nobody has it open any more
+        ranks._pipes[ended] = open(ended, "rb", 0), _WholeLines(1)
+        ranks._kill_all()
+        return ranks._pipes
+
+    assert asyncio.run(end()) == {}
