@@ -3,7 +3,8 @@
     python benchmarks/walltime/run.py [--mib 12 100] [--every 10 2 1] [--steps 10] [--repetitions 3] [--quick] ...
 
 One rank trains the demo's GPT on one core of this machine. It saves with mlflash, at once and with until=, each step
-with light=9, with `dcp.async_save` and with `torch.save`, all to /dev/shm. Another core is idle except for the work of saves.
+with light=9, with `dcp.async_save` and with `torch.save`, all to /dev/shm. Another core is idle except for the work of
+saves.
 """
 
 from __future__ import annotations
