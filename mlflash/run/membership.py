@@ -82,6 +82,7 @@ class Member:
     host: str  # host, local: the host, and the number of the process on it
     local: int
     rank: int | None = None  # that it has, or had when it ended; None while it waits for one
+    trained: int | None = None  # the rank that it had when all ranks trained last; None: it had none then
     since: float = 0.0  # when it was started
     is_ready: bool = False  # whether it has reported that it waits
     left: int = 0  # the last round that it has reported to have left; 0 before the first round
@@ -192,6 +193,8 @@ class Membership:
             return
         self._step, self._phase, self.until = step, "training", NEVER
         self._lost = []
+        for other in self.members.values():
+            other.trained = other.rank
         self._fill_places(now)
         self._make_plan(now)
 
@@ -244,8 +247,9 @@ class Membership:
         """Kill the ranks that hang, when all have said where they are, or have had the time to.
 
         Those hang that have begun the fewest collectives, if others have begun more, which wait for them; otherwise
-        those that do not say where they are. If all have said it and wait in collectives, nobody is to blame, and all
-        go back to the newest commit.
+        those that do not say where they are; otherwise those that wait in no collective, if others do, as groups of
+        some ranks are not counted. If all have said it and wait in collectives, nobody is to blame, and all go back to
+        the newest commit.
         """
         self._judge_at = NEVER
         self._set_timer()
@@ -256,6 +260,8 @@ class Membership:
         fewest, most = min(at.count for at in said), max(at.count for at in said)
         behind = [member for member in staying if member.stuck is not None and member.stuck.count == fewest < most]
         hung = behind or [member for member in staying if member.stuck is None]
+        if not hung and any(at.waits for at in said):
+            hung = [member for member in staying if member.stuck is not None and not member.stuck.waits]
         if any(member.stuck is not None and member.stuck.idle_s < member.stuck.limit_s for member in hung):
             return  # its own steps take longer, and it says when it has taken too long
         others = sorted({at.after for at in said if at.count == most})
@@ -484,7 +490,8 @@ class Membership:
             self._since, self._code = now, members[0].code or 0
         if not self._lost or (self.cause.follows and not cause.follows):
             self.cause, self._why = cause, cause.reason
-        self._lost = sorted({*self._lost, *(member.rank for member in members if member.rank is not None)})
+        ranks = (member.rank if member.trained is None else member.trained for member in members)
+        self._lost = sorted({*self._lost, *(rank for rank in ranks if rank is not None)})
         if all(member.code for member in self._seated()):
             self._end(f"all ranks were lost, the last one {self._named()}")
         elif self._phase == "starting":

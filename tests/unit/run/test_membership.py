@@ -276,6 +276,14 @@ def test_the_rank_that_others_wait_for_hangs_and_is_replaced() -> None:
     assert job.notes[-1][1]["why"] == "it hung in b0.py:7 (step), after allreduce"
 
 
+def test_a_rank_that_waits_in_no_group_of_some_ranks_while_others_do_hangs() -> None:
+    job = Job("a b c", "d")
+    job.stuck("a0", 0)
+    job.stuck("b0", 0, waits=False)
+    job.stuck("c0", 0)
+    assert job.killed == ["b0"]
+
+
 def test_a_rank_whose_interpreter_does_not_answer_hangs() -> None:
     job = Job("a b", "c")
     job.stuck("a0", 12)
@@ -301,6 +309,19 @@ def test_if_all_wait_for_each_other_they_go_back_together() -> None:
     assert not job.killed and job.hears() == {"a0": ["lost 1"], "b0": ["where 1", "lost 1"]}
     job.leave("a0", "b0")
     assert job.seats() == {"a0": "2: 0", "b0": "2: 1"}
+
+
+def test_lost_ranks_are_named_as_they_were_when_all_trained() -> None:
+    job = Job("a b c", least=1)
+    job.end("a0")
+    job.hears()
+    job.leave("b0", "c0", unit=1)
+    assert job.seats() == {"b0": "2: 0", "c0": "2: 1"}
+    job.end("b0")
+    job.hears()
+    job.leave("c0", unit=1)
+    job.train("c0", step=20)
+    assert job.notes[-1][1]["lost"] == [0, 1]
 
 
 def test_a_number_of_ranks_that_cannot_change_does_not_grow_either() -> None:
