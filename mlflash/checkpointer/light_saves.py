@@ -101,8 +101,10 @@ class LightSaves:
         now, light = (step, digest(list(tensors_of(tape.optimizers)), step)), None
         if self._since is not None:
             light = self._last = self._save_light(state, tape, now)
-        if self._shadow is not None:
+        if self._shadow is not None and not tape.problem():
             self._check(tape.steps)
+        elif self._shadow is not None:  # it lacks steps now: another one begins at the next whole save
+            self._shadow, self._checks = None, True
         tape.clear()  # the next light save continues from here
         self._before = now
         if is_due:

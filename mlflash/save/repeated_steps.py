@@ -76,8 +76,8 @@ class Tape:
     def __init__(self, optimizers: Sequence[Any]):
         self.optimizers, self.steps, self.why_not = optimizers, list[Step](), ""
         self._not_now = ""  # why those since `clear` cannot be repeated
-        self._copies = False  # whether gradients are copied before a step, as something changes them after it
-        self._versions: list[int] = []  # of the gradients of `steps`, when they were noted
+        self._are_changed: bool | None = None  # whether something changes gradients that were noted; None: unknown
+        self._noted: list[tuple[Any, int, bool]] = []  # those of `steps`, their versions, and whether they are copied
         self._weights = self._weights_version()
         self._handles: list[Any] = []
         self.is_paused = False
@@ -93,13 +93,15 @@ class Tape:
 
     def clear(self) -> None:
         """Begin anew, after a save or a restore."""
-        self.steps, self._versions, self._not_now = [], [], ""
+        self.steps, self._noted, self._not_now = [], [], ""
         self._weights = self._weights_version()
 
     def problem(self) -> str:
         """Why the steps that were noted cannot be repeated from what is in memory now; "": they can."""
-        if not self.why_not and [grad._version for grad in self._grads()] != self._versions:
-            self._copies = True  # from the next step on
+        changed = [is_copied for grad, version, is_copied in self._noted if grad._version != version]
+        if self._noted:
+            self._are_changed = self._are_changed or bool(changed)  # then they are copied, from the next step on
+        if not self.why_not and not all(changed):
             return "gradients were changed between the optimizer's step and the save"
         if self._weights != self._weights_version():
             self._not_now = _CHANGED
@@ -116,7 +118,7 @@ class Tape:
         elif len(self.steps) == _MOST_STEPS:
             self._not_now = f"more than {_MOST_STEPS} steps were made since the last save"
         if self._not_now:
-            self.steps, self._versions = [], []  # they hold their gradients
+            self.steps, self._noted = [], []  # they hold their gradients
             return
         try:
             self._note(optimizer)
@@ -131,7 +133,6 @@ class Tape:
         step.scaler = {name: getattr(optimizer, name).clone() for name in _OF_SCALER
                        if getattr(optimizer, name, None) is not None}  # fmt: skip
         self.steps.append(step)
-        self._versions += [grad._version for grads in step.grads for grad in grads if grad is not None]
 
     def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.is_paused:
@@ -141,13 +142,12 @@ class Tape:
         own = local(grad)
         if own.is_sparse:
             self.why_not = "gradients are sparse"
-        return own.clone() if self._copies else own
+        is_copied = self._are_changed is not False  # optimizers change them, too (SGD with foreach and nesterov)
+        self._noted.append((own, own._version, is_copied))
+        return own.clone() if is_copied else own
 
     def _setting(self, value: Any) -> Any:
         return value.clone() if isinstance(value, sys.modules["torch"].Tensor) else value
-
-    def _grads(self) -> Iterator[Any]:
-        return (grad for step in self.steps for grads in step.grads for grad in grads if grad is not None)
 
     def _weights_version(self) -> int:
         return sum(tensor._version for tensor in tensors_of(self.optimizers))

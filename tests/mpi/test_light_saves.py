@@ -29,6 +29,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "AdamW, fused": lambda p: torch.optim.AdamW(p, 1e-3, fused=True),
     "AdamW, one by one": lambda p: torch.optim.AdamW(p, torch.tensor(1e-3), foreach=False),
     "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD, nesterov, for each": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, foreach=True),
     "SGD, maximize": lambda p: torch.optim.SGD(p, 1e-3, momentum=0.9, maximize=True, weight_decay=0.1, foreach=True),
     "Adadelta": torch.optim.Adadelta,
     "Adafactor": torch.optim.Adafactor,
@@ -103,9 +104,12 @@ def interrupted(settings: dict[str, Any], last: int, training: Training) -> None
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_newest_step_comes_back_and_goes_on_with_the_same_bits(settings: dict[str, Any], name: str) -> None:
+def test_the_newest_step_comes_back_and_goes_on_with_the_same_bits(
+    settings: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     make = OPTIMIZERS[name]
     interrupted(settings, 9, Training(make))
+    assert "saves are whole" not in caplog.text
     again = Training(make)
     with Checkpointer(**settings) as ckpt:
         assert ckpt.restore(again.state) == 9
@@ -217,8 +221,11 @@ def test_weights_that_something_else_changes_are_saved_whole(
     assert again.bits() == clamped(when).train(None, 1, 9).bits()
 
 
-def test_gradients_that_are_zeroed_in_place_are_copied_before_that(settings: dict[str, Any]) -> None:
+def test_gradients_that_are_zeroed_in_place_are_copied_before_that(
+    settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     interrupted(settings, 9, zeroed())
+    assert "saves are whole" not in caplog.text
     again = Training()
     with Checkpointer(**settings) as ckpt:
         assert ckpt.restore(again.state) == 9
