@@ -12,6 +12,7 @@ Source: torchft's managed process groups, which keep a group in the same way; `t
 
 from __future__ import annotations
 
+import copy
 import gc
 import hashlib
 import json
@@ -520,7 +521,7 @@ class InterruptibleWork(dist.Work):
         self._ended: Future[Any] | None = None  # completed with a result, or `_FAILED`
         self._future: Future[Any] | None = None  # follows `_ended`, and raises the error
         self._is_over = False
-        # Not in a future, which the garbage collector cannot look into: the frames of an error refer to this work.
+        # What is raised are copies: a future of gloo may hold this work, and must not hold the frames of the training.
         self._error: Exception | None = None
         self._why: Exception | None = None
 
@@ -564,18 +565,18 @@ class InterruptibleWork(dist.Work):
         with self._lock:
             if self._ended is None or self._is_over:
                 return
-            self._is_over, self._error, ended = True, error, self._ended
+            self._is_over, self._error, ended = True, error and error.with_traceback(None), self._ended
         ended.set_result(result)
 
     def _unwrap(self, ended: Future[Any]) -> Any:
         if self._error is not None:
-            raise self._error
+            raise copy.copy(self._error)
         return ended.value()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until it has ended. With a timeout, gloo itself waits, which cannot be interrupted."""
         if self._why is not None:
-            raise self._why
+            raise copy.copy(self._why)
         if timeout:
             return bool(self._work.wait(timeout))
         if self._work.is_completed():
@@ -584,7 +585,7 @@ class InterruptibleWork(dist.Work):
         assert self._ended is not None
         self._ended.wait()
         if self._error is not None:
-            raise self._error
+            raise copy.copy(self._error)
         return True
 
     def is_completed(self) -> bool:

@@ -317,4 +317,5 @@ def _clear(error: BaseException) -> None:
         if cause is not None and id(cause) not in seen:
             seen.add(id(cause))
             traceback.clear_frames(cause.__traceback__)
+            cause.__traceback__ = None  # somebody may have kept the error, and a frame has its function
             todo += [cause.__cause__, cause.__context__]
