@@ -56,13 +56,42 @@ def optimizers_in(state: Any) -> list[Any]:
 
 def tensors_of(optimizers: Iterable[Any]) -> Iterator[Any]:
     """Give the parameters of optimizers and what they hold for these, as local tensors, in a fixed order."""
+    return map(local, _held_by(optimizers))
+
+
+def _held_by(optimizers: Iterable[Any]) -> Iterator[Any]:
     for optimizer in optimizers:
         torch = sys.modules["torch"]
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                yield local(parameter)
+                yield parameter
                 values = optimizer.state.get(parameter, {})
-                yield from (local(values[name]) for name in sorted(values) if isinstance(values[name], torch.Tensor))
+                yield from (values[name] for name in sorted(values) if isinstance(values[name], torch.Tensor))
+
+
+class _Mark:
+    """How some tensors are at a moment: their versions, which PyTorch counts.
+
+    It does not count each change of a distributed tensor: `torch._foreach_mul_` is one that it does not count (2.13).
+    So of these some elements are noted, too. They stay on the device until they are compared.
+    """
+
+    def __init__(self, tensors: Iterable[Any]):
+        self._tensors = list(tensors)
+        self.versions = [(id(tensor), tensor._version, local(tensor)._version) for tensor in self._tensors]
+        self._elements = _elements([local(tensor) for tensor in self._tensors if hasattr(tensor, "device_mesh")], 0)
+
+    def is_as(self, other: _Mark) -> bool:
+        """Whether nothing has changed between two moments."""
+        torch = sys.modules["torch"]
+        theirs = other._elements
+        return self.versions == other.versions and all(torch.equal(own, theirs[device])
+                                                       for device, own in self._elements.items())  # fmt: skip
+
+    @property
+    def now(self) -> _Mark:
+        """How the same tensors are now."""
+        return _Mark(self._tensors)
 
 
 class Tape:
@@ -77,8 +106,9 @@ class Tape:
         self.optimizers, self.steps, self.why_not = optimizers, list[Step](), ""
         self._not_now = ""  # why those since `clear` cannot be repeated
         self._are_changed: bool | None = None  # whether something changes gradients that were noted; None: unknown
-        self._noted: list[tuple[Any, int, bool]] = []  # those of `steps`, their versions, and whether they are copied
-        self._weights = self._weights_version()
+        self._noted: list[tuple[_Mark, bool]] = []  # those of each of `steps`, and whether they are copied
+        self._weights = _Mark(_held_by(optimizers))
+        self._between: list[tuple[_Mark, _Mark]] = []  # weights after a save or a step, and before the next step
         self._handles: list[Any] = []
         self.is_paused = False
         for optimizer in optimizers:
@@ -93,17 +123,18 @@ class Tape:
 
     def clear(self) -> None:
         """Begin anew, after a save or a restore."""
-        self.steps, self._noted, self._not_now = [], [], ""
-        self._weights = self._weights_version()
+        self.steps, self._noted, self._between, self._not_now = [], [], [], ""
+        self._weights = _Mark(_held_by(self.optimizers))
 
     def problem(self) -> str:
         """Why the steps that were noted cannot be repeated from what is in memory now; "": they can."""
-        changed = [is_copied for grad, version, is_copied in self._noted if grad._version != version]
+        changed = [is_copied for grads, is_copied in self._noted if not grads.is_as(grads.now)]
         if self._noted:
             self._are_changed = self._are_changed or bool(changed)  # then they are copied, from the next step on
         if not self.why_not and not all(changed):
             return "gradients were changed between the optimizer's step and the save"
-        if self._weights != self._weights_version():
+        last = self._weights, _Mark(_held_by(self.optimizers))
+        if not all(then.is_as(now) for then, now in (*self._between, last)):
             self._not_now = _CHANGED
         return self.why_not or self._not_now
 
@@ -113,13 +144,15 @@ class Tape:
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             self.why_not = f"the step of {type(optimizer).__name__} gets arguments, such as a closure"
             return
-        if self._weights != self._weights_version():
+        weights = _Mark(_held_by(self.optimizers))
+        if self._weights.versions != weights.versions:
             self._not_now = _CHANGED
         elif len(self.steps) == _MOST_STEPS:
             self._not_now = f"more than {_MOST_STEPS} steps were made since the last save"
         if self._not_now:
             self.steps, self._noted = [], []  # they hold their gradients
             return
+        self._between.append((self._weights, weights))
         try:
             self._note(optimizer)
         except Exception as error:  # training must go on
@@ -127,30 +160,30 @@ class Tape:
 
     def _note(self, optimizer: Any) -> None:
         step = Step(self.optimizers.index(optimizer), [], [], {})
+        is_copied = self._are_changed is not False  # optimizers change them, too (SGD with foreach and nesterov)
+        grads = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        self._noted.append((_Mark(grads), is_copied))
         for group in optimizer.param_groups:
             step.groups.append({name: self._setting(value) for name, value in group.items() if name != "params"})
-            step.grads.append([None if each.grad is None else self._grad(each.grad) for each in group["params"]])
+            step.grads.append([self._grad(each.grad, is_copied) for each in group["params"]])
         step.scaler = {name: getattr(optimizer, name).clone() for name in _OF_SCALER
                        if getattr(optimizer, name, None) is not None}  # fmt: skip
         self.steps.append(step)
 
     def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.is_paused:
-            self._weights = self._weights_version()
+            self._weights = _Mark(_held_by(self.optimizers))
 
-    def _grad(self, grad: Any) -> Any:
+    def _grad(self, grad: Any, is_copied: bool) -> Any:
+        if grad is None:
+            return None
         own = local(grad)
         if own.is_sparse:
             self.why_not = "gradients are sparse"
-        is_copied = self._are_changed is not False  # optimizers change them, too (SGD with foreach and nesterov)
-        self._noted.append((own, own._version, is_copied))
         return own.clone() if is_copied else own
 
     def _setting(self, value: Any) -> Any:
         return value.clone() if isinstance(value, sys.modules["torch"].Tensor) else value
-
-    def _weights_version(self) -> int:
-        return sum(tensor._version for tensor in tensors_of(self.optimizers))
 
 
 def repeat(step: Step, optimizers: Sequence[Any]) -> None:
@@ -240,8 +273,14 @@ def _bits(tensor: Any) -> Any:
 
 def digest(tensors: Sequence[Any], seed: int) -> int:
     """A checksum of some elements of some tensors, which ``seed`` chooses: 63 bits. Not collective."""
-    if not tensors:
-        return 0
+    hasher = xxhash.xxh3_64()
+    for _, elements in sorted(_elements(tensors, seed).items(), key=lambda item: str(item[0])):
+        hasher.update(elements.cpu().numpy().tobytes())
+    return hasher.intdigest() >> 1
+
+
+def _elements(tensors: Sequence[Any], seed: int) -> dict[Any, Any]:
+    """Some elements of some tensors, which ``seed`` chooses, as bytes, one tensor for each device."""
     torch = sys.modules["torch"]
     stride = -(-len(tensors) // _MOST) or 1
     parts: dict[Any, list[Any]] = {}
@@ -253,7 +292,4 @@ def digest(tensors: Sequence[Any], seed: int) -> int:
         count = min(_SAMPLED, flat.numel())
         begin = (seed * 2654435761 + number * 40503) % (flat.numel() - count + 1)
         parts.setdefault(whole.device, []).append(flat[begin : begin + count].contiguous().view(torch.uint8))
-    hasher = xxhash.xxh3_64()
-    for device in sorted(parts, key=str):
-        hasher.update(torch.cat(parts[device]).cpu().numpy().tobytes())
-    return hasher.intdigest() >> 1
+    return {device: torch.cat(of_device) for device, of_device in parts.items()}

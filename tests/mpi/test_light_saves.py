@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from digests import digests
 from emulated import Nodes, on_node
 from mpi4py import MPI
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import mlflash
 from mlflash import Checkpointer
@@ -230,6 +232,57 @@ def test_gradients_that_are_zeroed_in_place_are_copied_before_that(
     with Checkpointer(**settings) as ckpt:
         assert ckpt.restore(again.state) == 9
     assert again.bits() == zeroed().train(None, 1, 9).bits()
+
+
+@pytest.fixture
+def process_group(root: Path) -> Iterator[None]:
+    store = torch.distributed.FileStore(str(root / "store"), SIZE)
+    torch.distributed.init_process_group("gloo", store=store, rank=RANK, world_size=SIZE)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class Sharded:
+    """A training with FSDP2 that changes tensors in ways that PyTorch does not count as changes of these."""
+
+    def __init__(self, how: str):
+        torch.manual_seed(0)
+        self.how, self.net = how, nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.Linear(40, 4))
+        fully_shard(self.net)
+        make = OPTIMIZERS["SGD, nesterov, for each" if how == "in the step" else "AdamW, for each"]
+        self.optimizer = make(self.net.parameters())
+        self.state = {"net": self.net, "optimizer": self.optimizer, "rng": mlflash.rng()}
+
+    def train(self, ckpt: Checkpointer | None, first: int, last: int) -> list[torch.Tensor]:
+        for number in range(first, last + 1):
+            if self.how == "weights":
+                with torch.no_grad():
+                    torch._foreach_mul_([*self.net.parameters()], 0.99)
+            self.net(torch.randn(8, 16)).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=self.how != "zeroed")
+            if ckpt is not None:
+                ckpt.save(number, self.state)
+        return [parameter.to_local().clone() for parameter in self.net.parameters()]
+
+
+@pytest.mark.parametrize("how", ["in the step", "zeroed", "weights"])
+def test_changes_of_distributed_tensors_are_seen(
+    settings: dict[str, Any], process_group: None, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    ckpt = Checkpointer(**settings)
+    Sharded(how).train(ckpt, 1, 9)
+    with contextlib.suppress(mlflash.errors.SaveFailed):
+        ckpt.wait()
+    assert ckpt.abandon()
+    WORLD.barrier()
+    assert ("something other than the optimizer's step has changed weights" in caplog.text) == (how == "weights")
+    assert ("saves are whole" in caplog.text) == (how == "weights")
+    again = Sharded(how)
+    with Checkpointer(**settings) as ckpt:
+        assert ckpt.restore(again.state) == 9
+        now = again.train(None, 10, 12)
+    assert all(map(torch.equal, now, Sharded(how).train(None, 1, 12)))
 
 
 def test_a_step_with_a_closure_is_refused_by_name_and_saved_whole(
