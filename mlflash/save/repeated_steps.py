@@ -70,16 +70,17 @@ def _held_by(optimizers: Iterable[Any]) -> Iterator[Any]:
 
 
 class _Mark:
-    """How some tensors are at a moment: their versions, which PyTorch counts.
+    """How some tensors are at a moment: their versions, which PyTorch counts, and some elements.
 
-    It does not count each change of a distributed tensor: `torch._foreach_mul_` is one that it does not count (2.13).
-    So of these some elements are noted, too. They stay on the device until they are compared.
+    It does not count each change (2.13): not `torch._foreach_mul_` of distributed tensors, nor that a fused optimizer
+    divides gradients by the scale of AMP. The elements stay on the device until they are compared.
     """
 
     def __init__(self, tensors: Iterable[Any]):
         self._tensors = list(tensors)
         self.versions = [(id(tensor), tensor._version, local(tensor)._version) for tensor in self._tensors]
-        self._elements = _elements([local(tensor) for tensor in self._tensors if hasattr(tensor, "device_mesh")], 0)
+        own = [local(tensor) for tensor in self._tensors]
+        self._elements = _elements([tensor for tensor in own if not tensor.is_sparse], 0)
 
     def is_as(self, other: _Mark) -> bool:
         """Whether nothing has changed between two moments."""
@@ -109,6 +110,7 @@ class Tape:
         self._noted: list[tuple[_Mark, bool]] = []  # those of each of `steps`, and whether they are copied
         self._weights = _Mark(_held_by(optimizers))
         self._between: list[tuple[_Mark, _Mark]] = []  # weights after a save or a step, and before the next step
+        self._problem: str | None = None  # at the end of `steps`, as far as it was asked
         self._handles: list[Any] = []
         self.is_paused = False
         for optimizer in optimizers:
@@ -123,11 +125,16 @@ class Tape:
 
     def clear(self) -> None:
         """Begin anew, after a save or a restore."""
-        self.steps, self._noted, self._between, self._not_now = [], [], [], ""
+        self.steps, self._noted, self._between, self._not_now, self._problem = [], [], [], "", None
         self._weights = _Mark(_held_by(self.optimizers))
 
     def problem(self) -> str:
         """Why the steps that were noted cannot be repeated from what is in memory now; "": they can."""
+        if self._problem is None:
+            self._problem = self._find_problem()
+        return self._problem
+
+    def _find_problem(self) -> str:
         changed = [is_copied for grads, is_copied in self._noted if not grads.is_as(grads.now)]
         if self._noted:
             self._are_changed = self._are_changed or bool(changed)  # then they are copied, from the next step on
@@ -139,6 +146,7 @@ class Tape:
         return self.why_not or self._not_now
 
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._problem = None
         if self.is_paused or self.why_not:
             return
         if any(value is not None for value in (*args[1:], *kwargs.values())):
@@ -160,7 +168,7 @@ class Tape:
 
     def _note(self, optimizer: Any) -> None:
         step = Step(self.optimizers.index(optimizer), [], [], {})
-        is_copied = self._are_changed is not False  # optimizers change them, too (SGD with foreach and nesterov)
+        is_copied = self._are_changed is not False  # optimizers change them, too
         grads = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
         self._noted.append((_Mark(grads), is_copied))
         for group in optimizer.param_groups:

@@ -122,6 +122,22 @@ def test_the_newest_step_comes_back_and_goes_on_with_the_same_bits(
         assert ckpt.restore(Training(make).state) == 13
 
 
+def test_a_fused_step_that_unscales_gradients_is_repeated(
+    settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def training() -> Training:
+        fused = Training(OPTIMIZERS["AdamW, fused"])
+        fused.scaler.unscale_ = lambda optimizer: None  # the optimizer does it
+        return fused
+
+    interrupted(settings, 9, training())
+    assert "saves are whole" not in caplog.text
+    again = training()
+    with Checkpointer(**settings) as ckpt:
+        assert ckpt.restore(again.state) == 9
+    assert again.bits() == training().train(None, 1, 9).bits()
+
+
 @pytest.mark.mpi(min_size=2)
 def test_a_lost_node_costs_no_step(settings: dict[str, Any], nodes: Nodes) -> None:
     interrupted(settings, 9, Training())
