@@ -77,7 +77,7 @@ class Job:
         self._nodes = Nodes([f"host{number}" for number in range(1, ranks + 2 - elastic)])
         self._slurm = Slurm(self._nodes) if with_slurm else None
         training = {"attacked": True, "digests": "steps" if elastic else "entries", "pause": pause, "kind": model,
-                    "settings": {"job": "kept", "light": light}, **more}  # fmt: skip
+                    "stops": elastic, "settings": {"job": "kept", "light": light}, **more}  # fmt: skip
         options = ["--hang-after", str(HANG_S)] + (["--min-ranks", "1"] if elastic else [])
         start = functools.partial(KeptJob, self._slurm) if self._slurm else functools.partial(KeptRun, self._nodes)
         self._model, self._optimizer, self._elastic, self._grown = model, more["optimizer"], elastic, 0.0
@@ -102,7 +102,9 @@ class Job:
                 if {"again", "wrong"} & {*result}:
                     return
             else:
-                return
+                if not self._elastic:
+                    return
+                self._last = self._run.stop()  # only then bits are compared
             if self._run.wait(self._last / 5 + 90):
                 yield {"kind": "the end", "wrong": "it did not end well"}
             elif wrong := self._wrong_bits():
