@@ -43,7 +43,7 @@ from waiting import take, until
 import mlflash
 from mlflash import crash_points
 from mlflash.adapters.distributed import init_process_group
-from mlflash.run.decider_link import decider
+from mlflash.run.decider_link import decider, is_spare
 
 OUT, LAST = Path(sys.argv[1]), int(sys.argv[2])
 OPTIONS: dict[str, Any] = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
@@ -54,7 +54,7 @@ OPTIMIZERS = {
     "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True, foreach=True),
 }
-BEGAN_WITH = dict(os.environ)
+WAITED = is_spare()  # for a rank, when it was started
 
 
 def die(step: int, place: str) -> None:
@@ -203,10 +203,10 @@ def note_digest(rank: int, step: int) -> None:
 
 def die_in(point: str) -> None:
     rank = os.environ.get("RANK", "")
-    if entries or "RANK" not in BEGAN_WITH:
+    if entries or WAITED:
         die_if_told(rank, point)
     for victim, where in OPTIONS.get("die_in", []):
-        if where == point and rank == str(victim) and (entries or "RANK" not in BEGAN_WITH):
+        if where == point and rank == str(victim) and (entries or WAITED):
             once(OUT / f"died-{rank}-{point}")
 
 
