@@ -32,6 +32,19 @@ def options(request: pytest.FixtureRequest, root: Path) -> dict[str, object]:
 
 
 @pytest.fixture
+def process_group(root: Path) -> Iterator[None]:
+    """All ranks, as torch's default group with gloo."""
+    import torch
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    store = torch.distributed.FileStore(str(root / "store"), world.size)
+    torch.distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def hold_at() -> Iterator[Callable[[str], holds.Hold]]:
     """Hold whatever comes to a named point until it is let go."""
     yield holds.hold

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,14 +164,6 @@ class Parallel(Training):
     def copy(self) -> dict[str, Any]:
         flat = flatten(self.state)
         return {entry.name: value.clone() for entry, value in zip(flat.structure.entries, flat.values, strict=True)}
-
-
-@pytest.fixture
-def process_group(root: Path) -> Iterator[None]:
-    store = torch.distributed.FileStore(str(root / "store"), SIZE)
-    torch.distributed.init_process_group("gloo", store=store, rank=RANK, world_size=SIZE)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @two

@@ -105,6 +105,14 @@ def interrupted(settings: dict[str, Any], last: int, training: Training) -> None
     WORLD.barrier()
 
 
+def check_restored(settings: dict[str, Any], step: int, make: Callable[[], Training] = Training) -> None:
+    """Restore, and compare with a training that came to this step without an interruption."""
+    again = make()
+    with Checkpointer(**settings) as ckpt:
+        assert ckpt.restore(again.state) == step
+        assert again.bits() == make().train(None, 1, step).bits()
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_newest_step_comes_back_and_goes_on_with_the_same_bits(
     settings: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
@@ -132,20 +140,14 @@ def test_a_fused_step_that_unscales_gradients_is_repeated(
 
     interrupted(settings, 9, training())
     assert "saves are whole" not in caplog.text
-    again = training()
-    with Checkpointer(**settings) as ckpt:
-        assert ckpt.restore(again.state) == 9
-    assert again.bits() == training().train(None, 1, 9).bits()
+    check_restored(settings, 9, training)
 
 
 @pytest.mark.mpi(min_size=2)
 def test_a_lost_node_costs_no_step(settings: dict[str, Any], nodes: Nodes) -> None:
     interrupted(settings, 9, Training())
     nodes.lose(1)
-    again = Training()
-    with Checkpointer(**settings) as ckpt:
-        assert ckpt.restore(again.state) == 9
-        assert again.bits() == Training().train(None, 1, 9).bits()
+    check_restored(settings, 9)
 
 
 def test_a_whole_save_that_has_not_ended_costs_no_step(
@@ -158,10 +160,7 @@ def test_a_whole_save_that_has_not_ended_costs_no_step(
     training.train(ckpt, 6, 8)  # number 9 would wait for it
     assert ckpt.abandon()
     WORLD.barrier()
-    again = Training()
-    with Checkpointer(**settings) as ckpt:
-        assert ckpt.restore(again.state) == 8
-    assert again.bits() == Training().train(None, 1, 8).bits()
+    check_restored(settings, 8)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -169,10 +168,7 @@ def test_after_a_restore_all_is_protected_again(settings: dict[str, Any], nodes:
     interrupted(settings, 9, Training())
     for lost in (1, 0):
         nodes.lose(lost)
-        again = Training()
-        with Checkpointer(**settings) as ckpt:
-            assert ckpt.restore(again.state) == 9
-            assert again.bits() == Training().train(None, 1, 9).bits()
+        check_restored(settings, 9)
 
 
 def test_most_saves_are_light_and_small(settings: dict[str, Any]) -> None:
@@ -199,10 +195,7 @@ def test_an_older_step_can_be_asked_for(settings: dict[str, Any]) -> None:
         again = Training()
         assert ckpt.restore(again.state, before=8) == 7
         again.train(ckpt, 8, 9)
-    again = Training()
-    with Checkpointer(**settings) as ckpt:
-        assert ckpt.restore(again.state) == 9
-    assert again.bits() == Training().train(None, 1, 9).bits()
+    check_restored(settings, 9)
 
 
 def clamped(when: str) -> Training:
@@ -248,14 +241,6 @@ def test_gradients_that_are_zeroed_in_place_are_copied_before_that(
     with Checkpointer(**settings) as ckpt:
         assert ckpt.restore(again.state) == 9
     assert again.bits() == zeroed().train(None, 1, 9).bits()
-
-
-@pytest.fixture
-def process_group(root: Path) -> Iterator[None]:
-    store = torch.distributed.FileStore(str(root / "store"), SIZE)
-    torch.distributed.init_process_group("gloo", store=store, rank=RANK, world_size=SIZE)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 class Sharded:
@@ -339,10 +324,7 @@ def test_where_a_step_made_again_has_other_bits_the_one_before_is_restored(
                 optimizers[0].param_groups[0]["params"][0].view(-1)[:640].add_(1e-3)
 
     monkeypatch.setattr(light_saves, "repeat", repeat)
-    again = Training()
-    with Checkpointer(**settings) as ckpt:
-        assert ckpt.restore(again.state) == 7
-    assert again.bits() == Training().train(None, 1, 7).bits()
+    check_restored(settings, 7)
     assert "had other bits when it was made again" in caplog.text
 
 
@@ -360,10 +342,7 @@ def test_a_device_that_makes_steps_again_with_other_bits_is_found_before_that_is
     interrupted(settings, 9, Training())
     monkeypatch.undo()
     assert "made again on this device gave other bits" in caplog.text
-    again = Training()
-    with Checkpointer(**settings) as ckpt:
-        assert ckpt.restore(again.state) == 9
-    assert again.bits() == Training().train(None, 1, 9).bits()
+    check_restored(settings, 9)
 
 
 def test_memory_keeps_older_steps_for_a_bad_hour(settings: dict[str, Any]) -> None:
