@@ -301,12 +301,12 @@ class History:
 
     # What is lost
 
-    def node_paths(self, node: int) -> list[Path]:
+    def _node_paths(self, node: int) -> list[Path]:
         """The folders of the job, and of its light saves, in the memory of a node."""
         return sorted((self.memory / f"node{node}" / f"mlflash-{os.getuid()}").glob("j*"))
 
     def _slots(self, node: int) -> list[Path]:
-        return [slot for path in self.node_paths(node) for slot in sorted(path.glob("slot-*"))]
+        return [slot for path in self._node_paths(node) for slot in sorted(path.glob("slot-*"))]
 
     def damage(self) -> None:
         """Lose what is lost between two launches: within what the scheme covers, or, rarely, beyond."""
@@ -328,12 +328,18 @@ class History:
             self._flip(None, sorted(path for path in self.files.rglob("*") if path.is_file() and path.stat().st_size))
 
     def wipe(self, node: int) -> None:
-        if paths := self.node_paths(node):
-            for path in paths:
-                shutil.rmtree(path)
+        if self.remove_memory(node, "wiped"):
             self.oracle.lost.add(node)
-            self.outcomes["wiped"] += 1
+
+    def remove_memory(self, node: int, outcome: str) -> bool:
+        """Remove what the job has in the memory of a node, and count that. Return whether there was anything."""
+        paths = self._node_paths(node)
+        for path in paths:
+            shutil.rmtree(path)
+        if paths:
+            self.outcomes[outcome] += 1
             self.kernel.note(f"wipe {node}")
+        return bool(paths)
 
     def flip_at_rest(self) -> None:
         """Flip a bit of the newest committed step in memory, while the job runs."""

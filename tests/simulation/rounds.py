@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import traceback
 from collections.abc import Callable
 from random import Random
@@ -291,11 +290,8 @@ class Supervisor:
             self._go_on()
 
     def _lose_memory(self, node: int) -> None:
-        for path in self._history.node_paths(node):
-            shutil.rmtree(path)
+        if self._history.remove_memory(node, "wiped in place"):
             self._history.oracle.lose(self._launch, node)
-            self._history.outcomes["wiped in place"] += 1
-            self.kernel.note(f"wipe {node}")
 
     def _move(self, process: Process, rank: int) -> None:
         """Let a process have a rank. What this rank had in the memory of another host is out of reach."""
