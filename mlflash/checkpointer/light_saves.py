@@ -98,7 +98,7 @@ class LightSaves:
             self._leave()
             return self._whole._saves.save(step, state, until)
         tape = self._follow(state)
-        now, light = (step, digest(list(tensors_of(tape.optimizers)), step)), None
+        now, light = (step, digest(tape.optimizers, step)), None
         if self._since is not None:
             light = self._last = self._save_light(state, tape, now)
         if self._shadow is not None and not tape.problem():
@@ -159,7 +159,7 @@ class LightSaves:
             return None, why or "the state has other optimizers than before"
         flat = self._flattener.flatten(state)
         known, owned = self._owned, self._owned_in(flat, tape)
-        if known is not None and owned is not known:
+        if known is not None and owned.digest != known.digest:
             return None, "the structure of the state has changed"
         names = owned.names
         return self._content_flattener.flatten({
@@ -249,9 +249,9 @@ class LightSaves:
         tape, lane = self._follow(state), self.lane
         ranks = lane._trainer.ranks
         reached, content = base, None
-        tape.is_paused, saves = True, self._whole._saves
+        saves = self._whole._saves
         saves.undefined = "steps that were saved lightly were not all made again"
-        try:
+        with tape.paused():
             for step in lane.steps():
                 if step <= base or (last is not None and step > last):
                     continue
@@ -260,22 +260,18 @@ class LightSaves:
                 except (WorldSizeChanged, StepNotFound) as error:
                     log.warning("step %d cannot be made again: %s", step, error)
                     break
-                tensors = list(tensors_of(tape.optimizers))
-                follows = found["before"] == [reached, digest(tensors, reached)]
+                follows = found["before"] == [reached, digest(tape.optimizers, reached)]
                 if not ranks.all_of(follows and self._fits(state, found)):
                     break
                 self._make(found, tape.optimizers)
-                if not ranks.all_of(digest(list(tensors_of(tape.optimizers)), step) == found["after"]):
+                if not ranks.all_of(digest(tape.optimizers, step) == found["after"]):
                     return reached, False
                 reached, content = step, found
             if content is not None:
                 self._fill(state, reached, content)
-        finally:
-            tape.is_paused = False
         saves.undefined = ""
         saves.last_step = reached
-        tape.clear()
-        self._before = reached, digest(list(tensors_of(tape.optimizers)), reached)
+        self._before = reached, digest(tape.optimizers, reached)
         if reached != base and not ranks.rank:
             log.info("made the steps after %d again, up to step %d", base, reached)
         return reached, True

@@ -7,13 +7,18 @@ something has changed them since (`Tape.problem`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import xxhash
 
+from ..errors import StateError, text_of
+from ..state.leaves import class_name
+from ..state.wrapped_tensors import inner_of, is_wrapped
 from .lazy_saves import is_torch_optimizer, local
 
 _OF_SCALER = ("grad_scale", "found_inf")  # attributes that an AMP scaler sets for the step of a fused optimizer
@@ -55,8 +60,22 @@ def optimizers_in(state: Any) -> list[Any]:
 
 
 def tensors_of(optimizers: Iterable[Any]) -> Iterator[Any]:
-    """Give the parameters of optimizers and what they hold for these, as local tensors, in a fixed order."""
-    return map(local, _held_by(optimizers))
+    """Give the parameters of optimizers and what they hold for these, as local tensors, in a fixed order.
+
+    Raises StateError for a tensor of a class that nobody has checked.
+    """
+    return itertools.chain.from_iterable(map(_parts_of, _held_by(optimizers)))
+
+
+def _parts_of(tensor: Any) -> Iterable[Any]:
+    """The local tensors with memory of their own that a tensor is made of."""
+    torch = sys.modules["torch"]
+    own = local(tensor)
+    if type(own).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return (own,)
+    if not is_wrapped(own):
+        raise StateError("the optimizer holds a tensor of a class that mlflash does not know", found=class_name(own))
+    return itertools.chain.from_iterable(map(_parts_of, inner_of(own).values()))
 
 
 def _held_by(optimizers: Iterable[Any]) -> Iterator[Any]:
@@ -70,17 +89,28 @@ def _held_by(optimizers: Iterable[Any]) -> Iterator[Any]:
 
 
 class _Mark:
-    """How some tensors are at a moment: their versions, which PyTorch counts, and some elements.
+    """How some tensors are at a moment: where they are, their versions, which PyTorch counts, and some elements.
 
     It does not count each change (2.13): not `torch._foreach_mul_` of distributed tensors, nor that a fused optimizer
     divides gradients by the scale of AMP. The elements stay on the device until they are compared.
+
+    Args:
+        tensors: any.
+        earlier: a mark of the same tensors. If they are where they were, it knows where their elements are.
     """
 
-    def __init__(self, tensors: Iterable[Any]):
+    def __init__(self, tensors: Iterable[Any], earlier: _Mark | None = None):
         self._tensors = list(tensors)
-        self.versions = [(id(tensor), tensor._version, local(tensor)._version) for tensor in self._tensors]
-        own = [local(tensor) for tensor in self._tensors]
-        self._elements = _elements([tensor for tensor in own if not tensor.is_sparse], 0)
+        self.versions = [(id(tensor), tensor._version) for tensor in self._tensors]
+        parts = [part for tensor in self._tensors for part in _parts_of(tensor)]
+        self.versions += [(0 if part.is_sparse else part.data_ptr(), part._version) for part in parts]
+        self._places = [at for at, _ in self.versions]
+        self._views: dict[_Kind, list[Any]]
+        if earlier is not None and earlier._places == self._places:
+            self._views = earlier._views
+        else:
+            self._views = _samples([part for part in parts if not part.is_sparse], 0)
+        self._elements = _joined(self._views)
 
     def is_as(self, other: _Mark) -> bool:
         """Whether nothing has changed between two moments."""
@@ -92,7 +122,7 @@ class _Mark:
     @property
     def now(self) -> _Mark:
         """How the same tensors are now."""
-        return _Mark(self._tensors)
+        return _Mark(self._tensors, self)
 
 
 class Tape:
@@ -108,11 +138,12 @@ class Tape:
         self._not_now = ""  # why those since `clear` cannot be repeated
         self._are_changed: bool | None = None  # whether something changes gradients that were noted; None: unknown
         self._noted: list[tuple[_Mark, bool]] = []  # those of each of `steps`, and whether they are copied
-        self._weights = _Mark(_held_by(optimizers))
+        self._last = _Mark(())
+        self._weights = self._look()
         self._between: list[tuple[_Mark, _Mark]] = []  # weights after a save or a step, and before the next step
         self._problem: str | None = None  # at the end of `steps`, as far as it was asked
         self._handles: list[Any] = []
-        self.is_paused = False
+        self._is_paused = False
         for optimizer in optimizers:
             compiler = sys.modules["torch"].compiler
             self._handles.append(optimizer.register_step_pre_hook(compiler.disable(self._before)))
@@ -124,9 +155,19 @@ class Tape:
             handle.remove()
 
     def clear(self) -> None:
-        """Begin anew, after a save or a restore."""
+        """Begin anew after a save: what follows continues from where `problem` looked for it."""
+        self._weights = self._look() if self._problem is None else self._last
         self.steps, self._noted, self._between, self._not_now, self._problem = [], [], [], "", None
-        self._weights = _Mark(_held_by(self.optimizers))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Note nothing in a block that changes weights, as a restore does; then begin anew."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused, self._problem = False, None
+            self.clear()
 
     def problem(self) -> str:
         """Why the steps that were noted cannot be repeated from what is in memory now; "": they can."""
@@ -140,19 +181,26 @@ class Tape:
             self._are_changed = self._are_changed or bool(changed)  # then they are copied, from the next step on
         if not self.why_not and not all(changed):
             return "gradients were changed between the optimizer's step and the save"
-        last = self._weights, _Mark(_held_by(self.optimizers))
-        if not all(then.is_as(now) for then, now in (*self._between, last)):
+        if not all(then.is_as(now) for then, now in (*self._between, (self._weights, self._look()))):
             self._not_now = _CHANGED
         return self.why_not or self._not_now
 
+    def _look(self) -> _Mark:
+        """How weights are now, and what the optimizers hold."""
+        try:
+            self._last = _Mark(_held_by(self.optimizers), self._last)
+        except Exception as error:  # of tensors that are like no others; training must go on
+            self.why_not = text_of(error)
+        return self._last
+
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._problem = None
-        if self.is_paused or self.why_not:
+        if self._is_paused or self.why_not:
             return
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             self.why_not = f"the step of {type(optimizer).__name__} gets arguments, such as a closure"
             return
-        weights = _Mark(_held_by(self.optimizers))
+        weights = self._look()
         if self._weights.versions != weights.versions:
             self._not_now = _CHANGED
         elif len(self.steps) == _MOST_STEPS:
@@ -179,8 +227,8 @@ class Tape:
         self.steps.append(step)
 
     def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.is_paused:
-            self._weights = _Mark(_held_by(self.optimizers))
+        if not (self._is_paused or self.why_not):
+            self._weights = self._look()
 
     def _grad(self, grad: Any, is_copied: bool) -> Any:
         if grad is None:
@@ -264,14 +312,22 @@ def _copied(optimizer: Any) -> Any:
     copied.state = type(optimizer.state)(getattr(optimizer.state, "default_factory", None))
     for parameter, values in optimizer.state.items():
         copied.state[anew.get(parameter, parameter)] = {
-            name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()
+            name: _cloned(value.detach()) if isinstance(value, torch.Tensor) else value
+            for name, value in values.items()
         }
     return copied
 
 
 def _clone(parameter: Any) -> Any:
     torch = sys.modules["torch"]
-    return torch.nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+    return torch.nn.Parameter(_cloned(parameter.detach()), requires_grad=parameter.requires_grad)
+
+
+def _cloned(tensor: Any) -> Any:
+    if not is_wrapped(tensor):
+        return tensor.clone()
+    inner = {name: _cloned(part) for name, part in inner_of(tensor).items()}  # not each of these classes has clone()
+    return type(tensor).__tensor_unflatten__(inner, tensor.__tensor_flatten__()[1], tensor.size(), tensor.stride())
 
 
 def _bits(tensor: Any) -> Any:
@@ -279,25 +335,43 @@ def _bits(tensor: Any) -> Any:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def digest(tensors: Sequence[Any], seed: int) -> int:
-    """A checksum of some elements of some tensors, which ``seed`` chooses: 63 bits. Not collective."""
+def digest(optimizers: Iterable[Any], seed: int) -> int:
+    """A checksum of some elements of what optimizers hold, which ``seed`` chooses: 63 bits. Not collective.
+
+    It is 0 if they hold tensors that light saves do not know.
+    """
+    try:
+        views = _samples(list(tensors_of(optimizers)), seed)
+    except StateError:
+        return 0
     hasher = xxhash.xxh3_64()
-    for _, elements in sorted(_elements(tensors, seed).items(), key=lambda item: str(item[0])):
+    for _, elements in sorted(_joined(views).items(), key=lambda item: str(item[0])):
         hasher.update(elements.cpu().numpy().tobytes())
     return hasher.intdigest() >> 1
 
 
-def _elements(tensors: Sequence[Any], seed: int) -> dict[Any, Any]:
-    """Some elements of some tensors, which ``seed`` chooses, as bytes, one tensor for each device."""
-    torch = sys.modules["torch"]
+_Kind = tuple[Any, Any]  # device and dtype of tensors
+
+
+def _samples(tensors: Sequence[Any], seed: int) -> dict[_Kind, list[Any]]:
+    """Some elements of some tensors, which ``seed`` chooses: views of one dimension."""
     stride = -(-len(tensors) // _MOST) or 1
-    parts: dict[Any, list[Any]] = {}
+    views: dict[_Kind, list[Any]] = {}
     for number in range(seed % stride, len(tensors), stride):
-        whole = tensors[number].detach()
-        if not whole.numel():
+        row, place = tensors[number].detach(), seed * 2654435761 + number * 40503
+        if not row.numel():
             continue
-        flat = whole.reshape(-1)
-        count = min(_SAMPLED, flat.numel())
-        begin = (seed * 2654435761 + number * 40503) % (flat.numel() - count + 1)
-        parts.setdefault(whole.device, []).append(flat[begin : begin + count].contiguous().view(torch.uint8))
-    return {device: torch.cat(of_device) for device, of_device in parts.items()}
+        if row.is_contiguous():
+            row = row.view(-1)
+        while row.dim() > 1:
+            row = row[place % len(row)]
+        count = min(_SAMPLED, len(row))
+        begin = place % (len(row) - count + 1)
+        views.setdefault((row.device, row.dtype), []).append(row[begin : begin + count])
+    return views
+
+
+def _joined(views: dict[_Kind, list[Any]]) -> dict[_Kind, Any]:
+    """What views show now, as bytes, one tensor for each device and dtype."""
+    torch = sys.modules["torch"]
+    return {kind: torch.cat(of_kind).view(torch.uint8) for kind, of_kind in views.items()}

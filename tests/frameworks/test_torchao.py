@@ -91,6 +91,23 @@ def test_an_optimizer_in_few_bits_goes_on(ckpt: Checkpointer, optimizer: str, ha
     assert equal(one.held(), other.held())
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_steps_of_an_optimizer_in_few_bits_are_made_again(
+    shm: Path, optimizer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "mlflash")
+    one, other = Training(1, optimizer), Training(2, optimizer)
+    settings: dict[str, Any] = {"memory": str(shm), "redundancy": "none", "job": "ao", "strict": True, "light": 4}
+    with Checkpointer(**settings) as ckpt:
+        for number in range(1, 10):
+            one.step(number)
+            ckpt.save(number, one.state)
+    with Checkpointer(**settings) as ckpt:
+        assert ckpt.restore(other.state) == 9
+    assert "made the steps after 6 again, up to step 9" in caplog.text and "not checked" not in caplog.text
+    assert len(one.held()) > 10 and equal(one.held(), other.held())
+
+
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 def test_a_quantized_model_comes_back(ckpt: Checkpointer, config: str) -> None:
     def made(seed: int) -> torch.nn.Module:
