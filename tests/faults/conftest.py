@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import harness
 import pytest
+from waiting import until
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -79,4 +81,15 @@ def small_cgroup() -> Iterator[Callable[[int], Path]]:
 
     yield make
     for path in made:
-        path.rmdir()
+        until(lambda path=path: _is_removed(path), f"all processes of {path} to end")
+
+
+def _is_removed(cgroup: Path) -> bool:
+    """Remove a cgroup; False while a process is in it, as the agent of a job may be a moment longer than its ranks."""
+    try:
+        cgroup.rmdir()
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        return False
+    return True
