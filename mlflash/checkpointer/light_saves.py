@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("mlflash")
 
 _TRIES = 3  # light saves that may fail before all saves are whole
+_ONCE, _FOR_GOOD = "it cannot be light, and the next save is whole", "no save can be light, and all are whole now"
+_NO_OPTIMIZER = "no torch optimizer is in the state"
 
 
 def add_to(whole: Checkpointer, comm: Any, process_group: Any, replicated: Any, domains: Any) -> LightSaves:
@@ -88,7 +90,6 @@ class LightSaves:
         self._last: Snapshot | None = None  # the last light save
         self._before: tuple[int, int] | None = None  # step and digest of the save before
         self._owned: _Owned | None = None
-        self._said: set[str] = set()
         self._failures = 0  # light saves that failed one after the other
 
     def save(self, step: int, state: Any, until: Any) -> Snapshot:
@@ -122,7 +123,8 @@ class LightSaves:
         """Whether this save must be whole. The same on all ranks: it waits for what it depends on."""
         if self._last is not None:
             is_good = has_committed(self._last)
-            self._failures = 0 if is_good else self._failures + 1
+            is_for_good = _FOR_GOOD in str(self._last.error)  # the same on all ranks
+            self._failures = 0 if is_good else _TRIES if is_for_good else self._failures + 1
             if not is_good:
                 self._since = None  # what comes after it cannot be repeated
         self._last = None
@@ -148,22 +150,22 @@ class LightSaves:
         except Exception as error:  # of an object in the state, or of an optimizer
             flat, why = None, text_of(error)
         if flat is None:
-            self._say(why)
-            return self.lane._saves.fail(step, SaveFailed(f"it cannot be light: {why}"))
+            is_for_good = why in (_NO_OPTIMIZER, self._inexact, tape.why_not)
+            return self.lane._saves.fail(step, SaveFailed(f"{_FOR_GOOD if is_for_good else _ONCE}: {why}"))
         return self.lane._saves.save_flat(step, flat)
 
     def _take_apart(self, state: Any, tape: Tape, digest_now: int) -> tuple[Flat | None, str]:
         """Give what a light save has, taken apart; or None, and why there is none."""
-        why = "no torch optimizer is in the state" if not tape.optimizers else self._inexact or tape.problem()
+        why = _NO_OPTIMIZER if not tape.optimizers else self._inexact or tape.problem()
         if why or self._before is None:
             return None, why or "the state has other optimizers than before"
         flat = self._flattener.flatten(state)
         known, owned = self._owned, self._owned_in(flat, tape)
-        if known is not None and owned.digest != known.digest:
+        if known is not None and owned.around != known.around:
             return None, "the structure of the state has changed"
         names = owned.names
         return self._content_flattener.flatten({
-            "before": list(self._before), "after": digest_now, "structure": owned.digest,
+            "before": list(self._before), "after": digest_now, "structure": owned.digest, "around": owned.around,
             "plain": json.dumps(flat.plain),
             "steps": [{"optimizer": s.optimizer, "groups": s.groups, "scaler": s.scaler} for s in tape.steps],
             "grads": {str(number): {names[id(p)]: grad for p, grad in _pairs(s, tape.optimizers) if grad is not None}
@@ -176,11 +178,6 @@ class LightSaves:
         if self._owned is None or self._owned.structure is not flat.structure:
             self._owned = _Owned(flat, tape.optimizers)
         return self._owned
-
-    def _say(self, why: str) -> None:
-        if why not in self._said:
-            log.warning("saves are whole, and none of them is light: %s", why)
-        self._said.add(why)
 
     # Whether repeated steps are exact here
 
@@ -261,10 +258,14 @@ class LightSaves:
                     log.warning("step %d cannot be made again: %s", step, error)
                     break
                 follows = found["before"] == [reached, digest(tape.optimizers, reached)]
-                if not ranks.all_of(follows and self._fits(state, found)):
+                if not ranks.all_of(follows and self._owned_now(state).around == found["around"]):
                     break
                 self._make(found, tape.optimizers)
-                if not ranks.all_of(digest(tape.optimizers, step) == found["after"]):
+                is_as_saved = (
+                    digest(tape.optimizers, step) == found["after"]
+                    and self._owned_now(state).digest == found["structure"]
+                )
+                if not ranks.all_of(is_as_saved):
                     return reached, False
                 reached, content = step, found
             if content is not None:
@@ -276,9 +277,8 @@ class LightSaves:
             log.info("made the steps after %d again, up to step %d", base, reached)
         return reached, True
 
-    def _fits(self, state: Any, found: dict[str, Any]) -> bool:
-        owned = self._owned_in(self._flattener.flatten(state), self._follow(state))
-        return bool(owned.digest == found["structure"])
+    def _owned_now(self, state: Any) -> _Owned:
+        return self._owned_in(self._flattener.flatten(state), self._follow(state))
 
     def _make(self, found: dict[str, Any], optimizers: Sequence[Any]) -> None:
         assert self._owned is not None
@@ -331,6 +331,7 @@ class _Owned:
         rest: numbers of the leaves that no optimizer owns.
         names: for each parameter of an optimizer, by its id, the name of its leaf.
         digest: of names, shapes and order of all leaves.
+        around: the same, without what the optimizers own: they may make that at their first step.
     """
 
     def __init__(self, flat: Flat, optimizers: Sequence[Any]):
@@ -345,8 +346,28 @@ class _Owned:
             for place, group in enumerate(optimizer.param_groups):
                 for at, parameter in enumerate(group["params"]):
                     self.names[id(parameter)] = named.get(id(local(parameter)), f"{number} {place} {at}")
-        content = encode_entries(flat.structure.entries) + encode_tree(flat.structure.tree)
-        self.digest = xxhash.xxh3_64_hexdigest(content)
+        entries, tree = flat.structure.entries, flat.structure.tree
+        self.digest = xxhash.xxh3_64_hexdigest(encode_entries(entries) + encode_tree(tree))
+        names = {number: entries[number].name for number in self.rest}
+        around = json.dumps(_without_others(tree, names)).encode()
+        self.around = xxhash.xxh3_64_hexdigest(encode_entries(tuple(entries[number] for number in self.rest)) + around)
+
+
+def _without_others(tree: Any, names: Mapping[int, str]) -> Any:
+    """A tree with names of its leaves, without other leaves than these, and without containers that are empty then."""
+    tag, *more = tree
+    if tag == "e":
+        return names.get(more[0])
+    if tag in ("o", "k"):
+        inner = _without_others(more[0], names)
+        return None if inner is None else [tag, inner, *more[1:]]
+    if tag == "d":
+        items = [[key, inner] for key, sub in more[0] if (inner := _without_others(sub, names)) is not None]
+        return ["d", items] if items else None
+    if tag in ("l", "t"):
+        subs = [inner for sub in more[0] if (inner := _without_others(sub, names)) is not None]
+        return [tag, subs] if subs else None
+    return tree
 
 
 def _is_plain(value: Any) -> bool:

@@ -286,9 +286,12 @@ class Shadow:
         self._copies = [_copied(optimizer) for optimizer in optimizers]
 
     def repeat(self, steps: Iterable[Step]) -> None:
-        """Make steps that the optimizers have made."""
-        for step in steps:
-            repeat(step, self._copies)
+        """Make steps that the optimizers have made. The training's random numbers stay what they are."""
+        torch = sys.modules["torch"]
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices):
+            for step in steps:
+                repeat(step, self._copies)
 
     def differs(self) -> str:
         """What differs in any bit from the optimizers now; "": nothing."""
@@ -336,18 +339,44 @@ def _bits(tensor: Any) -> Any:
 
 
 def digest(optimizers: Iterable[Any], seed: int) -> int:
-    """A checksum of some elements of what optimizers hold, which ``seed`` chooses: 63 bits. Not collective.
+    """A checksum of all bits of the weights, and of some elements of what optimizers hold besides. Not collective.
 
-    It is 0 if they hold tensors that light saves do not know.
+    It has 63 bits, and is 0 if they hold tensors that light saves do not know.
+
+    Args:
+        seed: chooses the elements.
     """
+    optimizers = list(optimizers)
     try:
         views = _samples(list(tensors_of(optimizers)), seed)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        weights = [part for group in groups for parameter in group["params"] for part in _parts_of(parameter)]
     except StateError:
         return 0
-    hasher = xxhash.xxh3_64()
-    for _, elements in sorted(_joined(views).items(), key=lambda item: str(item[0])):
+    hasher, on_devices = xxhash.xxh3_64(), list[Any]()
+    for weight in weights:
+        raw = weight.detach().contiguous().reshape(-1).view(sys.modules["torch"].uint8)
+        if raw.device.type == "cpu":
+            hasher.update(raw.numpy().data)
+        else:
+            on_devices.append(_checksum(raw))
+    for elements in [*on_devices, *(of_kind for _, of_kind in sorted(_joined(views).items(), key=str))]:
         hasher.update(elements.cpu().numpy().tobytes())
     return hasher.intdigest() >> 1
+
+
+_PIECE = 1 << 22  # elements that have factors of their own
+
+
+def _checksum(raw: Any) -> Any:
+    """A checksum of bytes, made on their device: a sum of words times odd factors, which each changed word changes."""
+    torch = sys.modules["torch"]
+    words = raw.view(torch.int32) if not (raw.numel() % 4 or raw.storage_offset() % 4) else raw.to(torch.int32)
+    factors = torch.arange(min(_PIECE, len(words)), device=raw.device, dtype=torch.int32) * -1640531534 + 1
+    total = torch.zeros((), device=raw.device, dtype=torch.int64)
+    for piece in words.split(_PIECE):
+        total = total * 6364136223846793005 + (piece * factors[: len(piece)]).sum(dtype=torch.int64)
+    return total
 
 
 _Kind = tuple[Any, Any]  # device and dtype of tensors

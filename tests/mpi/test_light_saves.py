@@ -97,6 +97,11 @@ def deterministic() -> Iterator[None]:
     yield
 
 
+def said(caplog: pytest.LogCaptureFixture) -> str:
+    """What all ranks have logged. Collective."""
+    return "".join(WORLD.allgather(caplog.text))
+
+
 def interrupted(settings: dict[str, Any], last: int, training: Training) -> None:
     """Train, and end without a word."""
     ckpt = Checkpointer(**settings)
@@ -119,7 +124,7 @@ def test_the_newest_step_comes_back_and_goes_on_with_the_same_bits(
 ) -> None:
     make = OPTIMIZERS[name]
     interrupted(settings, 9, Training(make))
-    assert "saves are whole" not in caplog.text
+    assert "be light" not in said(caplog)
     again = Training(make)
     with Checkpointer(**settings) as ckpt:
         assert ckpt.restore(again.state) == 9
@@ -139,7 +144,7 @@ def test_a_fused_step_that_unscales_gradients_is_repeated(
         return fused
 
     interrupted(settings, 9, training())
-    assert "saves are whole" not in caplog.text
+    assert "be light" not in said(caplog)
     check_restored(settings, 9, training)
 
 
@@ -225,7 +230,7 @@ def test_weights_that_something_else_changes_are_saved_whole(
     settings: dict[str, Any], caplog: pytest.LogCaptureFixture, when: str
 ) -> None:
     interrupted(settings, 9, clamped(when))
-    assert "something other than the optimizer's step has changed weights" in caplog.text
+    assert "something other than the optimizer's step has changed weights" in said(caplog)
     again = Training()
     with Checkpointer(**settings) as ckpt:
         assert ckpt.restore(again.state) == 9
@@ -236,7 +241,7 @@ def test_gradients_that_are_zeroed_in_place_are_copied_before_that(
     settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     interrupted(settings, 9, zeroed())
-    assert "saves are whole" not in caplog.text
+    assert "be light" not in said(caplog)
     again = Training()
     with Checkpointer(**settings) as ckpt:
         assert ckpt.restore(again.state) == 9
@@ -277,8 +282,8 @@ def test_changes_of_distributed_tensors_are_seen(
         ckpt.wait()
     assert ckpt.abandon()
     WORLD.barrier()
-    assert ("something other than the optimizer's step has changed weights" in caplog.text) == (how == "weights")
-    assert ("saves are whole" in caplog.text) == (how == "weights")
+    assert ("something other than the optimizer's step has changed weights" in said(caplog)) == (how == "weights")
+    assert ("the next save is whole" in said(caplog)) == (how == "weights")
     again = Sharded(how)
     with Checkpointer(**settings) as ckpt:
         assert ckpt.restore(again.state) == 9
@@ -304,7 +309,7 @@ def test_a_step_with_a_closure_is_refused_by_name_and_saved_whole(
             optimizer.step(closure)
             ckpt.save(number, state)
         ckpt.wait()
-        assert "the step of LBFGS gets arguments" in caplog.text
+        assert "the step of LBFGS gets arguments" in said(caplog)
         kept = weight.detach().clone()
         nn.init.zeros_(weight)
         assert ckpt.restore(state) == 8 and torch.equal(weight.detach(), kept)
@@ -325,7 +330,80 @@ def test_where_a_step_made_again_has_other_bits_the_one_before_is_restored(
 
     monkeypatch.setattr(light_saves, "repeat", repeat)
     check_restored(settings, 7)
-    assert "had other bits when it was made again" in caplog.text
+    assert "had other bits when it was made again" in said(caplog)
+
+
+def test_a_change_that_pytorch_does_not_count_is_never_restored_as_something_else(
+    settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def made() -> Training:
+        training = Training()
+        training.net[0] = nn.Linear(16, 40)
+        training.state["large"] = large = nn.Linear(512, 600)
+        training.optimizer.add_param_group({"params": list(large.parameters())})
+        training.in_steps = lambda number: prune(large.weight) if number == 12 else None
+        return training
+
+    def prune(weight: nn.Parameter) -> None:
+        weight.data[300, 100] = 7.0  # one of 307,200
+
+    interrupted(settings, 13, made())
+    again = made()
+    with Checkpointer(**settings) as ckpt:
+        assert ckpt.restore(again.state) == 11
+    assert "had other bits when it was made again" in said(caplog)
+    assert again.bits() == made().train(None, 1, 11).bits()
+
+
+def test_an_optimizer_may_make_its_first_step_later(settings: dict[str, Any]) -> None:
+    def made() -> Training:
+        training = Training()
+        training.state["later"] = later = nn.Parameter(torch.zeros(8))
+        training.state["optimizer of later"] = optimizer = torch.optim.Adam([later], 0.1)
+
+        def step(number: int) -> None:
+            if number % 3 == 0:
+                later.grad = torch.randn(8)
+                optimizer.step()
+
+        training.in_steps = step
+        return training
+
+    with Checkpointer(**settings) as ckpt:
+        training = made()
+        for number in range(1, 4):
+            training.step(number)
+            ckpt.save(number, training.state).wait()  # raises if it fails
+        assert ckpt.abandon()
+        WORLD.barrier()
+    check_restored(settings, 3, made)
+
+
+def test_the_copy_that_makes_steps_as_well_takes_no_random_numbers_of_the_training(settings: dict[str, Any]) -> None:
+    class Noisy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.01)
+            return super().step(closure)
+
+    def made() -> Training:
+        return Training(lambda parameters: Noisy(parameters, 0.1))
+
+    with Checkpointer(**settings) as ckpt:
+        trained = made().train(ckpt, 1, 8)
+    assert trained.bits() == made().train(None, 1, 8).bits()
+
+
+def test_where_no_save_can_be_light_one_fails_and_all_others_are_whole(
+    settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"weight": torch.zeros(8)}
+    with Checkpointer(**settings) as ckpt:
+        snapshots = [ckpt.save(number, state) for number in range(1, 8)]
+        ckpt.wait()
+    assert [snapshot.committed for snapshot in snapshots] == [True, False] + [True] * 5
+    assert said(caplog).count("no save can be light, and all are whole now: no torch optimizer is in the state") == 1
 
 
 def test_a_device_that_makes_steps_again_with_other_bits_is_found_before_that_is_needed(
@@ -341,7 +419,7 @@ def test_a_device_that_makes_steps_again_with_other_bits_is_found_before_that_is
     monkeypatch.setattr(repeated_steps, "repeat", repeat)
     interrupted(settings, 9, Training())
     monkeypatch.undo()
-    assert "made again on this device gave other bits" in caplog.text
+    assert "made again on this device gave other bits" in said(caplog)
     check_restored(settings, 9)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from mlflash.save.repeated_steps import Tape, digest
+from mlflash.save.repeated_steps import Tape, _checksum, digest
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda tensor: tensor,
@@ -85,3 +85,15 @@ def test_tensors_of_an_unknown_class_do_not_stop_the_training() -> None:
         assert "class that mlflash does not know" in tape.problem() and not tape.steps
         tape.clear()
     assert digest([optimizer], 1) == 0
+
+
+def test_a_checksum_on_a_device_sees_each_bit() -> None:
+    raw = torch.arange(100_001, dtype=torch.int64).to(torch.uint8)
+    for checked in (raw, raw[:100_000], raw[1:]):
+        before = _checksum(checked)
+        for place in (0, 1, 4095, 50_000, len(checked) - 1):
+            checked[place] ^= 1 << place % 8
+            assert _checksum(checked) != before
+            checked[place] ^= 1 << place % 8
+        swapped = checked.flip(0)
+        assert _checksum(checked) == before != _checksum(swapped)
