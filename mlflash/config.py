@@ -99,6 +99,10 @@ class Config:
     redundancy: str = _setting("copy", "`none`, `copy`, `copy:k`, `xor:n` or `rs:n+k`: [plan.md](plan.md)", _SCHEME)
     domains: str | None = _setting(None, "file that lists the hosts and their failure domains", shown="what Slurm says")
     memory: str = _setting("/dev/shm", "node-local memory file system for the slots", _ABSOLUTE)
+    copies: str = _setting(
+        "", "directory on a disk of each node, for copies and parity. Empty: they are in memory. [disk.md](disk.md)",
+        Allowed(lambda value: not value or os.path.isabs(value), "an absolute path"),
+    )  # fmt: skip
     strict: bool = _setting(False, "1: a failed save raises an exception instead of a warning")
     timeout_s: float = _setting(
         300.0, "seconds after which a save, a restore or another call of all ranks [is late](#deadlines)", _ABOVE_0
@@ -244,7 +248,7 @@ class Config:
 
     @property
     def slots_per_state(self) -> float:
-        return self.slots * (1 + redundancy.parse(self.redundancy).overhead)
+        return self.slots * (1 + (0 if self.copies else redundancy.parse(self.redundancy).overhead))
 
     @functools.cached_property
     def mark(self) -> int:

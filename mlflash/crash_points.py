@@ -47,6 +47,7 @@ POINTS = {
     "drain.uncommitted": "the file that commits an older one is deleted, its other files are not",
     "drain.ended": "all is done, its slots are kept from being written still",
     "restore.listed": "all ranks know what all nodes hold",
+    "restore.copied": "a slot was copied from a disk of its node to memory",
     "restore.verified": "all slots that will be used were checked on all ranks",
     "restore.adopted": "the files belong to the ranks of this run",
     "restore.rebuilt": "lost slots and damaged blocks are made again from parity",

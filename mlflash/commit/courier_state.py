@@ -200,7 +200,8 @@ class CourierState:
         self.pool.aside -= trusted  # some were left aside, but can be used after all
         names = [name for name in names if file_number(name) not in self.pool.aside]
         assigned, left_over = assign(files, names, chosen, same_ranks, inboxes, self.shares,
-                                     len(self.pool.own), self.config.slots, self.pool.older())  # fmt: skip
+                                     len(self.pool.own), self.config.slots, self.pool.older(),
+                                     self.pool.has_disk, self.pool.copied)  # fmt: skip
         self.protection.close_windows()
         # Shares, and slots of ranks of another world, may belong to no rank of this run.
         foreign = (rows["kind"] == Kind.SHARE) | (not same_ranks)
@@ -286,8 +287,7 @@ def losses_of(asked: Scheme, world: World) -> int:
 
 def needs_room(slot: Slot, nbytes: int) -> bool:
     """Whether a slot needs a larger file for ``nbytes``, or another one because somebody has removed its own."""
-    is_too_small = slot.view.nbytes < nbytes or slot.is_gone
-    return slot.use is not Use.HOLDS and not slot.drains and is_too_small and not slot.is_lent
+    return slot.use is not Use.HOLDS and not slot.drains and slot.lacks(nbytes) and not slot.is_lent
 
 
 def grow_slots(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, int]]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from ..config import Config
 from ..memory import inventory
 from ..memory.inventory import NEWEST, Inventory, Place, Trace, WantedStep
-from ..memory.node_directory import NodeDirectory
+from ..memory.node_directory import FIRST_ON_DISK, NodeDirectory, is_on_disk
 from ..memory.parity_layout import recoverable
 from ..memory.slot import Attempt, Kind, Verdict
 from ..mpi.world import World
@@ -83,7 +83,8 @@ def _sources(stock: Inventory, attempt: Attempt, step: int, world_size: int, nod
     """Where each rank's slot of an attempt is, or how to rebuild it. None if one cannot be obtained."""
     slots: dict[int, Place] = {}
     parity: dict[tuple[int, int], dict[int, Place]] = collections.defaultdict(dict)
-    rows = stock.rows[np.lexsort([stock.rows[name] for name in ("file", "node", "rank")])]
+    in_memory_first = stock.rows["file"] >= FIRST_ON_DISK
+    rows = stock.rows[np.lexsort([stock.rows["file"], stock.rows["node"], in_memory_first, stock.rows["rank"]])]
     shares: dict[tuple[int, int], list[Place]] = {}
     columns = [rows[name].tolist() for name in ("rank", "node", "file", "group", "shared_by", "kind", "number")]
     is_share, is_parity, size = int(Kind.SHARE), int(Kind.PARITY), len(node_of)  # looked up once, not once per file
@@ -92,7 +93,8 @@ def _sources(stock: Inventory, attempt: Attempt, step: int, world_size: int, nod
             shares.setdefault((set_of, number), []).append((node, file))
             continue
         known = parity[group, number] if kind == is_parity else slots
-        if rank not in known or (rank < size and node_of[rank] == node and known[rank][0] != node):
+        is_near = rank < size and node_of[rank] == node
+        if rank not in known or (is_near and known[rank][0] != node and is_on_disk(known[rank][1]) == is_on_disk(file)):
             known[rank] = (node, file)
     groups = tuple(
         ParityGroup(stock.groups[number], losses, tuple(files.get(rank) for rank in stock.groups[number]))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..config import Config
-from ..errors import DeadlineExceeded, MlflashError
+from ..errors import ConfigError, DeadlineExceeded, MlflashError, text_of
 from ..memory.copy_threads import as_many_as_help
+from ..memory.disk_slot import Disk
 from ..memory.memory_limits import slow_kind
 from ..memory.node_directory import LIGHT, NodeDirectory, claim_user_directory
 from ..memory.slot_pool import SlotPool
@@ -53,7 +54,7 @@ def make(config: Config, world: World, problem: MlflashError | None = None,
     world.connect()
     held: list[NodeDirectory] = []
     # One rank looks for all ranks of a node, so that they cannot end up in two directories if others rename some.
-    top: str = world.tell_node(_claim(config) if world.local_rank == 0 else "")
+    top: str = world.tell_node(_claim(config.memory, config.job) if world.local_rank == 0 else "")
 
     def hold() -> None:
         if problem is not None:
@@ -87,14 +88,15 @@ def _assemble(
     start: str, trains_on: frozenset[int],
 ) -> CourierState:  # fmt: skip
     """Take over what earlier runs left. Collective over the world."""
+    disk = _use_disk(config, world, memory)
     earlier = scan_earlier_runs(config, world, memory)
     recorded = [group.ranks for group in earlier.choice.parity] if earlier.choice is not None else []
     standing = [] if known is None else [known.names(name) for name in world.topology.node_names]
     placement = place(world.topology, redundancy.parse(config.redundancy), standing, recorded)
     if replicas is not None and config.share:
         replicas.share(losses_of(placement.scheme, world))
-    protection = Protection(world, placement, config.transport, config.job)
-    pool = SlotPool(memory, protection.owners, config.slots, spare=int(config.drain_every > 0))
+    protection = Protection(world, placement, "p2p" if config.copies else config.transport, config.job)
+    pool = SlotPool(memory, protection.owners, config.slots, spare=int(config.drain_every > 0), disk=disk)
     copy_threads = as_many_as_help(world.ranks_on_host, world.least_of, trains_on)
     pace = SendRate(config.send_rate)
     run_id: bytes = world.broadcast(os.urandom(16), 0)
@@ -127,11 +129,48 @@ def _assemble(
     return state
 
 
-def _claim(config: Config) -> str:
+def _claim(memory: str, job: str) -> str:
     try:
-        return claim_user_directory(config.memory, config.job)
+        return claim_user_directory(memory, job)
     except (OSError, MlflashError):
         return ""
+
+
+def _use_disk(config: Config, world: World, memory: NodeDirectory) -> Disk | None:
+    """Find the disk of this node for copies; None: they are in memory. Collective over the world.
+
+    Raises:
+        ConfigError: on all ranks, if the directory is the same on several nodes.
+    """
+    if not config.copies:
+        return None
+    top: str = world.tell_node(_claim(config.copies, config.job) if world.local_rank == 0 else "")
+    try:
+        memory.use_disk(config.copies, top)
+    except (OSError, MlflashError) as error:
+        log.warning("the copies that rank %d holds are in memory: copies=%s cannot be used: %s",
+                    world.rank, config.copies, text_of(error))  # fmt: skip
+    disk = None if memory.disk is None else Disk(memory.disk)
+    seen: list[str] = []
+    steps: list[Callable[[NodeDirectory], object]] = [
+        lambda directory: directory.forget_pulses(),
+        lambda directory: directory.leave_pulse(world.node_index),
+        lambda directory: seen.extend(directory.pulse_names()),
+        lambda directory: directory.forget_pulses(),
+    ]
+    for work in steps:
+        if disk is not None and world.local_rank == 0:
+            with disk.watched():
+                work(disk.directory)
+        world.barrier()
+
+    def check() -> None:
+        if len(seen) > 1:
+            raise ConfigError("copies= must be a directory on a disk of each node, which other nodes do not see",
+                              found=f"{len(seen)} nodes of this job in {config.copies}")  # fmt: skip
+
+    world.on_all(check)
+    return disk
 
 
 def _recorder(config: Config, world: World, memory: NodeDirectory, run: str, start: str) -> CourierRecorder:

@@ -417,7 +417,7 @@ class Session:
         kinds = {id(slot): kind for kind, pair in (("own", pool.own), ("share", pool.shares)) for slot in pair}
         slots = [
             {"what": kinds.get(id(slot), "of others"), "file": slot.name, "use": slot.use.value,
-             "nbytes": slot.view.nbytes, "rank": None if slot.header is None else slot.header.rank,
+             "nbytes": slot.nbytes, "rank": None if slot.header is None else slot.header.rank,
              "step": None if slot.header is None else slot.header.step}
             for slot in pool.all()
             if slot.segment is not None or slot not in pool.shares

@@ -33,9 +33,12 @@ _passed_over: set[str] = set()
 LIGHT = "+light"
 """After the name of a job: where its light saves are."""
 SLOT_NAME = re.compile(r"slot-(\d{4,})")
+FIRST_ON_DISK = 1_000_000
+"""The smallest number of a slot file on a disk of the node; those with smaller ones are in memory."""
 _LOCK_NAME = "lock"
 _PULSE_NAME = re.compile(r"pulse-\d{4,}")
 _REQUEST_NAME = "drain"
+_DISK_NAME = "disk"
 _FLOCK = struct.Struct("hhlli")  # struct flock on 64-bit Linux
 _locked_here: set[tuple[str, int]] = set()  # POSIX locks do not exclude the process that holds them
 os.register_at_fork(after_in_child=_locked_here.clear)  # and a forked child does not have them
@@ -68,6 +71,11 @@ def file_number(name: str) -> int:
 def file_name(number: int) -> str:
     """``file_name(7) == "slot-0007"``."""
     return f"slot-{number:04d}"
+
+
+def is_on_disk(number: int) -> bool:
+    """Whether a slot file is on a disk of its node, and not in memory."""
+    return number >= FIRST_ON_DISK
 
 
 # This user's directory in a memory file system
@@ -160,6 +168,8 @@ def claim_user_directory(memory: str, job: str) -> str:
 class NodeDirectory:
     """This job's files on this node.
 
+    A job that keeps copies on a disk has a second one there: as ``disk``, its slot files can be used like these.
+
     Args:
         memory: the memory file system ("/dev/shm").
         top: this user's directory in the memory, as `claim_user_directory` found it; "": look for it.
@@ -188,10 +198,43 @@ class NodeDirectory:
         self._parts = os.path.basename(top), job
         self.path, self.top = os.path.join(memory, *self._parts), top
         self.memory, self._job = memory, job
+        self.disk: NodeDirectory | None = None
+        self.first = 0  # the smallest number of a slot file that is made here
         self.fd = self._opened(fd, make)
         self._lock_fd = -1
         self._locks: list[tuple[str, int]] = []
         self._locked: list[tuple[int, int]] = []  # ranges of the lock file
+        if not make:
+            self._find_disk()
+
+    def use_disk(self, path: str, top: str = "") -> None:
+        """Keep some slot files in a directory on a disk of this node, and note where, for commands.
+
+        Args:
+            top: this user's directory there; "": look for it.
+
+        Raises:
+            ConfigError, UnsafePath: it cannot be used.
+        """
+        self.disk = NodeDirectory(path, self._job, top=top)
+        self.disk.first = FIRST_ON_DISK
+        fd = self.open(_DISK_NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            os.write(fd, os.fsencode(path))
+        finally:
+            os.close(fd)
+
+    def _find_disk(self) -> None:
+        """Find the directory on a disk that this job has noted."""
+        if self._status(_DISK_NAME) is None:
+            return
+        with contextlib.suppress(OSError, ConfigError, UnsafePath):  # for example unplugged
+            fd = self.open(_DISK_NAME, os.O_RDONLY)
+            try:
+                path = os.fsdecode(os.read(fd, 4096))
+            finally:
+                os.close(fd)
+            self.disk = NodeDirectory(path, self._job, make=False)
 
     def _opened(self, fd: int, make: bool) -> int:
         """Open the directory below that of the memory, whose descriptor is closed."""
@@ -297,6 +340,8 @@ class NodeDirectory:
             MemoryTooSmall: there is no room for another file.
             UnsafePath: the file is a link, open to others, or somebody else's.
         """
+        if (other := self._other(name)) is not None:
+            return other.open(name, flags)
         if "/" in name or name in ("", ".", ".."):
             raise ForeignNode("a rank may touch the memory of its own node only", expected=self.path, found=name)
         path = os.path.join(self.path, name)
@@ -314,15 +359,33 @@ class NodeDirectory:
             raise UnsafePath(f"{path} is not a private file of this user", expected=PRIVATE, found=describe(status))
         return fd
 
+    def _other(self, name: str) -> NodeDirectory | None:
+        """The directory on a disk, if a slot file is there."""
+        is_there = self.disk is not None and SLOT_NAME.fullmatch(name) and is_on_disk(file_number(name))
+        return self.disk if is_there else None
+
     def slot_names(self) -> list[str]:
-        return sorted(name for name in os.listdir(self.fd) if SLOT_NAME.fullmatch(name) and self._status(name))
+        own = sorted(name for name in os.listdir(self.fd) if SLOT_NAME.fullmatch(name) and self._status(name))
+        if self.disk is not None:
+            with contextlib.suppress(OSError):  # a disk that has failed holds nothing
+                own += self.disk.slot_names()
+        return own
 
     def pulse_names(self) -> list[str]:
         return sorted(name for name in os.listdir(self.fd) if _PULSE_NAME.fullmatch(name) and self._status(name))
 
+    def leave_pulse(self, number: int) -> None:
+        """Leave an empty file, by which another node sees that it has the same directory."""
+        os.close(self.open(f"pulse-{number:04d}", os.O_WRONLY | os.O_CREAT))
+
+    def forget_pulses(self) -> None:
+        """Delete such files."""
+        for name in self.pulse_names():
+            self._unlink(name)
+
     def nbytes(self, name: str) -> int:
         """Size of a file of this node; 0 if it does not exist."""
-        status = self._status(name)
+        status = (self._other(name) or self)._status(name)
         return 0 if status is None else status.st_size
 
     def _status(self, name: str) -> os.stat_result | None:
@@ -348,7 +411,7 @@ class NodeDirectory:
 
     def new_slot_name(self) -> tuple[str, int]:
         """Make a new, empty slot file; no two ranks get the same one. Returns name and descriptor."""
-        number = 0
+        number = self.first
         while True:
             name = f"slot-{number:04d}"
             try:
@@ -360,7 +423,13 @@ class NodeDirectory:
         """Delete a slot file of this node."""
         if not SLOT_NAME.fullmatch(name):
             raise ForeignNode("only slot files are deleted here", expected=self.path, found=name)
-        self._unlink(name)
+        if (disk := self._other(name)) is None:
+            self._unlink(name)
+            return
+        try:
+            disk._unlink(name)
+        except OSError as error:  # of a disk that has failed; nothing needs it any more
+            log.warning("%s could not be deleted: %s", os.path.join(disk.path, name), error.strerror)
 
     def request_drain(self) -> None:
         """Ask the live job on this node to drain the next checkpoint that it commits."""
@@ -380,7 +449,9 @@ class NodeDirectory:
         for name in self.slot_names():
             nbytes += self.nbytes(name)
             self.remove(name)
-        for name in (_LOCK_NAME, _REQUEST_NAME, *self.pulse_names()):
+        if self.disk is not None:
+            self.disk.wipe()
+        for name in (_LOCK_NAME, _REQUEST_NAME, _DISK_NAME, *self.pulse_names()):
             self._unlink(name)
         try:
             os.rmdir(self.path)
@@ -403,6 +474,8 @@ class NodeDirectory:
             if fd >= 0:
                 os.close(fd)
         self.fd = self._lock_fd = -1
+        if self.disk is not None:
+            self.disk.close()
 
 
 def jobs_of(memory: str) -> list[str]:

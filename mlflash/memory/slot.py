@@ -61,6 +61,20 @@ class Slot:
         return _NOTHING if self.segment is None else self.segment.view
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its file; 0 if it has none."""
+        return self.view.nbytes
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be written without waiting for its pages."""
+        return self.segment is None or self.segment.ready.is_set()
+
+    def lacks(self, nbytes: int) -> bool:
+        """Whether it needs a larger file for so many bytes, or another one because somebody has removed its own."""
+        return self.view.nbytes < nbytes or self.is_gone
+
+    @property
     def inode(self) -> int:
         """Inode of its file; 0 if it has none."""
         return 0 if self.segment is None else self.segment.inode
@@ -92,6 +106,18 @@ class Slot:
             self.segment.close()
         self.segment, self.header = None, None
 
+    def first_page(self) -> bytes:
+        """Its header and records as they are."""
+        return self.view[:PAGE_NBYTES].tobytes()
+
+    def stored_header(self) -> Header | None:
+        """Read the header once more; None if it is damaged."""
+        return read_header(self.view)
+
+    def run(self, extents: Extents, first: int, last: int) -> np.ndarray:
+        """Blocks ``first`` to ``last - 1`` of the body, uint8."""
+        return self.body(extents)[extents.run(first, last)]
+
     def body(self, extents: Extents) -> np.ndarray:
         """Manifest and payload, ``(body_nbytes,)`` uint8."""
         return self.view[PAGE_NBYTES : PAGE_NBYTES + extents.body_nbytes]
@@ -118,6 +144,18 @@ class Slot:
         self.view[:8] = packed[:8]  # the magic last: a torn header does not count as a header
         self.header = header
 
+    def incoming(self, extents: Extents) -> Incoming:
+        """Where a body and its table arrive from another rank; unseal the slot first, and seal it afterwards."""
+        return Incoming(self, extents)
+
+    def workplace(self, extents: Extents) -> Slot:
+        """Where a content is made that is written in any order; `store` it afterwards."""
+        return self
+
+    def store(self, made: Slot) -> Callable[[], bool | None]:
+        """Keep what was made in the `workplace`. Return a function that says whether it is stored; None: not yet."""
+        return lambda: True
+
     def record_commit(self, attempt: Attempt, step: int) -> None:
         """Write the commit record. It is only a receipt: it does not decide whether the slot may be restored."""
         self._record(COMMIT_START, attempt, step)
@@ -132,17 +170,17 @@ class Slot:
     def verdict(self) -> Verdict:
         if self.header is None:
             return Verdict.UNKNOWN
-        return read_verdict(self.view[:PAGE_NBYTES].tobytes(), self.header.attempt)
+        return read_verdict(self.first_page(), self.header.attempt)
 
     def _record(self, start: int, attempt: Attempt, number: int) -> None:
-        record = pack_record(start, attempt, number, time.time_ns())
+        self._write_record(start, pack_record(start, attempt, number, time.time_ns()))
+
+    def _write_record(self, start: int, record: bytes) -> None:
         self.view[start : start + len(record)] = np.frombuffer(record, dtype=np.uint8)
 
     def check_blocks(self, extents: Extents, first: int, last: int) -> np.ndarray:
         """Checksum blocks ``first`` to ``last - 1`` of the body as they are now: ``(last - first,)`` uint64."""
-        body = self.body(extents)
-        sums = [xxhash.xxh3_64_intdigest(body[extents.block(i)].data) for i in range(first, last)]
-        return np.array(sums, dtype="<u8")
+        return checks_of(self.run(extents, first, last), extents.block_nbytes)
 
     def bad_blocks(self, extents: Extents, copy_threads: CopyThreads = ALONE) -> list[int]:
         """List the blocks whose bytes do not match the table. Reads the whole body."""
@@ -182,7 +220,8 @@ class Slot:
         header = self.header
         assert header is not None
         if self._decoded is None or self._decoded[0] is not header:
-            raw = self.view[PAGE_NBYTES : PAGE_NBYTES + header.manifest_nbytes].tobytes()
+            last = -(-header.manifest_nbytes // header.extents.block_nbytes)
+            raw = self.run(header.extents, 0, last)[: header.manifest_nbytes].tobytes()
             self._decoded = (header, decode(raw, header.extents.payload_nbytes))
         return self._decoded[1]
 
@@ -202,7 +241,44 @@ class Slot:
     def committed(self) -> bool:
         if self.header is None:
             return False
-        return read_record(self.view[:PAGE_NBYTES].tobytes(), COMMIT_START, self.header.attempt) is not None
+        return read_record(self.first_page(), COMMIT_START, self.header.attempt) is not None
+
+
+class Incoming:
+    """Where the body of a slot and its table arrive, a run of blocks at a time.
+
+    Attributes:
+        table: the block table, ``(blocks,)`` uint64, to be written.
+    """
+
+    def __init__(self, slot: Slot, extents: Extents):
+        self._slot, self._extents, self.table = slot, extents, slot.table(extents)
+
+    def place(self, first: int, last: int) -> np.ndarray | None:
+        """Where a run of blocks goes, uint8; None: there is no room yet."""
+        return self.run(first, last)
+
+    def run(self, first: int, last: int) -> np.ndarray:
+        """A run of blocks that has arrived, uint8."""
+        return self._slot.run(self._extents, first, last)
+
+    def keep(self, first: int, last: int) -> None:
+        """Store a run of blocks that was checked."""
+
+    def end(self) -> None:
+        """Note that all of body and table has arrived."""
+
+    @property
+    def is_good(self) -> bool | None:
+        """Whether all of it is stored; None: that is not known yet."""
+        return True
+
+
+def checks_of(blocks: np.ndarray, block_nbytes: int) -> np.ndarray:
+    """Checksums of blocks that follow one another: ``(count,)`` uint64."""
+    sums = [xxhash.xxh3_64_intdigest(blocks[at : at + block_nbytes].data)
+            for at in range(0, blocks.nbytes, block_nbytes)]  # fmt: skip
+    return np.array(sums, dtype="<u8")
 
 
 def table_check(table: np.ndarray) -> int:

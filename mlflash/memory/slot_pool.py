@@ -15,8 +15,9 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 
 from ..errors import CorruptSlot
 from . import shared_memory_segment
+from .disk_slot import Disk, DiskSlot
 from .inventory import Inventory
-from .node_directory import NodeDirectory, file_name, file_number
+from .node_directory import NodeDirectory, file_name, file_number, is_on_disk
 from .own_slots import SlotFile, SlotId, with_ids
 from .slot import Attempt, Kind, Slot, Use, close_others, leave_behind, oldest_free, remove_file
 
@@ -33,14 +34,17 @@ class SlotPool:
         owners: the ranks whose copies this rank holds, and itself if it holds parity.
         slots: number of slots for each copy, and of its own.
         spare: number of further own slots if checkpoints are drained, because reading one may take long.
+        disk: where copies and parity are; None: in memory.
     """
 
-    def __init__(self, memory: NodeDirectory, owners: Sequence[int], slots: int = 2, spare: int = 0):
-        self._memory, self.copies = memory, slots
+    def __init__(self, memory: NodeDirectory, owners: Sequence[int], slots: int = 2, spare: int = 0,
+                 disk: Disk | None = None):  # fmt: skip
+        self._memory, self.copies, self._disk = memory, slots, disk
         self.own = [Slot() for _ in range(slots + spare)]
         self.shares = [Slot() for _ in range(slots + spare)]  # without files if nothing is shared
-        self.inbox = {owner: [Slot() for _ in range(slots)] for owner in owners}
+        self.inbox = {owner: [self._for_others() for _ in range(slots)] for owner in owners}
         self._rejected: list[Slot] = []
+        self.copied: set[int] = set()  # files of this node that were copied from a disk for a restore
         self._spare: set[int] = set()  # files to delete as soon as nothing can need them
         self._needed: set[int] = set()  # files to delete once a newer step is committed
         self._stale: set[int] = set()  # those of `_spare` that do not hold the restored attempt
@@ -51,6 +55,15 @@ class SlotPool:
         self._taking = threading.Lock()  # held to take a free slot, or to make one free
         self._is_exchanging = False  # whether slots get other files now, so that none is leased
         self._version = 0  # of what the trainer was told last about files
+
+    def _for_others(self) -> Slot:
+        """A new slot for a copy or parity."""
+        return DiskSlot(self._disk) if self._disk is not None and self.has_disk else Slot()
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether copies and parity go to a disk."""
+        return self._disk is not None and not self._disk.problem
 
     def all(self) -> list[Slot]:
         return [*self.own, *self.shares, *(slot for pair in self.inbox.values() for slot in pair)]
@@ -70,6 +83,9 @@ class SlotPool:
                 committed.
         """
         before = self.mapped()
+        for slot in self.all():
+            if isinstance(slot, DiskSlot):
+                slot.unmap()
         self._rejected = []
         for pair, numbers in [
             (self.own, files.own),
@@ -77,7 +93,8 @@ class SlotPool:
             *((self.inbox[q], files.inbox[q]) for q in self.inbox),
         ]:
             for index, number in enumerate(numbers):
-                pair[index] = self._attach(number, before)
+                is_own = pair is self.own or pair is self.shares
+                pair[index] = self._attach(number, before) or (Slot() if is_own else self._for_others())
                 self._judge(pair[index], chosen, number in trusted)
         for inode, mapping in before.items():
             if inode not in self.mapped():
@@ -91,8 +108,23 @@ class SlotPool:
 
     def open(self, file: int, mapped: Mapping[int, shared_memory_segment.Segment] | None = None) -> Slot:
         """Map a slot file of this node for reading, until `unmap_others`. Raises CorruptSlot, UnsafePath or OSError."""
+        if is_on_disk(file):
+            return DiskSlot(self._disk or Disk(self._memory), file_name(file))
         known = {**(mapped or {}), **self.mapped()}
         return Slot(shared_memory_segment.attach(self._memory, file_name(file), duplicated=known))
+
+    def copy_to_memory(self, number: int) -> int:
+        """Copy a slot file from the disk to memory, as it is; return the number of the new one.
+
+        Raises MemoryTooSmall if memory has no room.
+        """
+        source = self.open(number)
+        assert isinstance(source, DiskSlot)
+        segment = shared_memory_segment.create(self._memory, source.nbytes)
+        source.read_into(segment.view)
+        source.unmap()
+        segment.close()
+        return file_number(segment.name)
 
     def unmap_others(self, slots: Iterable[Slot]) -> None:
         close_others(slots, self.all())
@@ -107,16 +139,18 @@ class SlotPool:
         elif self._is_older(slot):  # not verified here, but when it is needed
             slot.use = Use.HOLDS
 
-    def _attach(self, number: int | None, mapped: dict[int, shared_memory_segment.Segment]) -> Slot:
+    def _attach(self, number: int | None, mapped: dict[int, shared_memory_segment.Segment]) -> Slot | None:
         if number is None:
-            return Slot()
+            return None
+        if is_on_disk(number):
+            return None if self._disk is None else DiskSlot(self._disk, file_name(number))
         try:
             return Slot(shared_memory_segment.attach(self._memory, file_name(number), mapped))
         except (CorruptSlot, FileNotFoundError):
             self._memory.remove(file_name(number))
         except OSError as error:  # not ours or not usable: this rank must not fail alone
             log.warning("%s is passed over: %s", file_name(number), error)
-        return Slot()
+        return None
 
     def _is_older(self, slot: Slot) -> bool:
         return slot.header is not None and slot.header.attempt in self.older()
@@ -205,8 +239,13 @@ class SlotPool:
         for slot in slots:
             slot.drains = False
 
-    def free_slot(self, pair: Sequence[Slot]) -> Slot | None:
+    def free_slot(self, pair: list[Slot]) -> Slot | None:
         """A slot that may be written, the oldest one. If only files with views are left, its file is left to them."""
+        if self._disk is not None and self._disk.problem:
+            for number, slot in enumerate(pair):
+                if isinstance(slot, DiskSlot) and slot.use is Use.FREE:
+                    slot.unmap()
+                    pair[number] = Slot()
         return oldest_free(pair) or leave_behind(self._memory, pair, lambda segment: True)
 
     @contextlib.contextmanager
@@ -348,6 +387,8 @@ def assign(
     own: int = 2,
     copies: int = 2,
     older: Collection[Attempt] = (),
+    on_disk: bool = False,
+    copied: Collection[int] = (),
 ) -> tuple[dict[int, AssignedFiles], list[int]]:
     """Divide the files of a node among its ranks, so that ranks that moved do not double the memory.
 
@@ -363,46 +404,50 @@ def assign(
         shares: for each rank of this node that stores a share of shared state, the numbers of set and share.
         own: number of slots for a rank's own state, and for its share.
         copies: number of slots for each copy, and for parity.
+        on_disk: whether copies and parity are on a disk; all else is in memory.
+        copied: files that were copied from a disk, for the ranks that they concern only.
 
     Returns:
         The files of each rank here, and the numbers of those left over (to be deleted once the redundancy is complete
         in its new places).
     """
-    unused = _Unused(files, names, chosen, older)
+    unused = _Unused(files, names, chosen, older, copied)
     assigned = {
         rank: AssignedFiles([None] * own, {owner: [None] * copies for owner in inboxes[rank]}, [None] * own)
         for rank in inboxes
     }
-    pairs: list[tuple[tuple[Kind, object], list[int | None]]]
-    pairs = [((Kind.SLOT, rank), assigned[rank].own) for rank in inboxes]
+    pairs: list[tuple[tuple[bool, Kind, object], list[int | None]]]
+    pairs = [((False, Kind.SLOT, rank), assigned[rank].own) for rank in inboxes]
     pairs += [
-        ((Kind.PARITY if owner == rank else Kind.SLOT, owner), pair)
+        ((on_disk, Kind.PARITY if owner == rank else Kind.SLOT, owner), pair)
         for rank in inboxes
         for owner, pair in assigned[rank].inbox.items()
     ]
-    pairs += [((Kind.SHARE, shares[rank]), assigned[rank].share) for rank in inboxes if rank in shares]
+    pairs += [((False, Kind.SHARE, shares[rank]), assigned[rank].share) for rank in inboxes if rank in shares]
     if same_ranks:
-        for (kind, what), pair in pairs:
-            pair[0] = unused.take(True, kind, what)
+        for (tier, kind, what), pair in pairs:
+            pair[0] = unused.take(True, tier, kind, what)
     for index in range(max(copies, own)):
         at_index = [(content, pair) for content, pair in pairs if index < len(pair)]
-        for (kind, what), pair in at_index:
+        for (tier, kind, what), pair in at_index:
             if pair[index] is None:
-                pair[index] = unused.take(False, kind, what)
-        for (kind, _), pair in at_index:
+                pair[index] = unused.take(False, tier, kind, what)
+        for (tier, kind, _), pair in at_index:
             if pair[index] is None:  # keep the kind: slots and parity have different sizes
-                pair[index] = unused.take(False, kind, fills=True)
-    for (kind, _), pair in pairs:
+                pair[index] = unused.take(False, tier, kind, fills=True)
+    for (tier, kind, _), pair in pairs:
         if pair[1] is None and pair[0] not in unused.chosen:  # so that one of the two can always be written
-            pair[1] = unused.take(True, kind)
+            pair[1] = unused.take(True, tier, kind)
     return assigned, sorted(unused.numbers)
 
 
 class _Unused:
     """The files of a node that no rank has taken over yet, those that are held first; ``chosen``: by attempt."""
 
-    def __init__(self, inventory: Inventory, names: Sequence[str], chosen: Attempt | None, older: Collection[Attempt]):
+    def __init__(self, inventory: Inventory, names: Sequence[str], chosen: Attempt | None, older: Collection[Attempt],
+                 copied: Collection[int]):  # fmt: skip
         self._held = {file for attempt in older for file in inventory.of(attempt).rows["file"].tolist()}
+        self._copied = copied
         self.numbers = sorted(map(file_number, names), key=lambda number: (number not in self._held, number))
         self.chosen = {int(file) for file in inventory.of(chosen).rows["file"]} if chosen else set()
         self._content: dict[int, tuple[Kind, object]] = {}
@@ -411,12 +456,16 @@ class _Unused:
             of_share = (int(row["shared_by"]), int(row["number"]))
             self._content[int(row["file"])] = (kind, of_share if kind is Kind.SHARE else int(row["rank"]))
 
-    def take(self, is_chosen: bool, kind: Kind, what: object = None, fills: bool = False) -> int | None:
-        """Take the first file of a kind that holds ``what``; ``fills``: leave those that are held to their slots."""
+    def take(self, is_chosen: bool, tier: bool, kind: Kind, what: object = None, fills: bool = False) -> int | None:
+        """Take the first file of a kind that holds ``what``; ``fills``: leave those that are held to their slots.
+
+        ``tier``: whether it is on a disk.
+        """
         for number in self.numbers:
             file_kind, holds = self._content.get(number, (kind, None))
             may_be = (number in self.chosen) is is_chosen and not (fills and number in self._held)
-            if may_be and file_kind is kind and what in (None, holds):
+            may_be = may_be and not (what is None and number in self._copied)
+            if may_be and is_on_disk(number) is tier and file_kind is kind and what in (None, holds):
                 self.numbers.remove(number)
                 return number
         return None

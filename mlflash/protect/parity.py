@@ -299,19 +299,20 @@ class Parity:
         exchange, target = self._exchange, self._target
         assert exchange is not None
         if target is not None:
-            while target.segment is not None and not target.segment.ready.is_set():
+            while not target.is_ready:
                 yield False
             target.unseal()
+        made = None if target is None else target.workplace(self._parity_extents)
         positions = [self.group.index(rank) for rank in self._holders]
-        blocks = _GroupBlocks(self.group, self._extents, source, target, self._parity_extents)
+        blocks = _GroupBlocks(self.group, self._extents, source, made, self._parity_extents)
         stripes = self._stripes
         good = all((yield from side_by_side(exchange.moves(self._roles(stripes, positions), blocks))))
         source.seal()
         heads = yield from self._swap_heads(source)
-        if target is None:
+        if target is None or made is None:
             return good
         reach("parity.received")
-        good = good and self._seal(target, attempt, heads, blocks)
+        good = good and (yield from self._seal(target, made, attempt, heads, blocks))
         reach("parity.sealed")
         return good
 
@@ -340,8 +341,8 @@ class Parity:
             yield from done(request)
         return heads
 
-    def _seal(self, target: Slot, attempt: Attempt, raw: dict[int, tuple[np.ndarray, np.ndarray]],
-              blocks: _GroupBlocks) -> bool:  # fmt: skip
+    def _seal(self, target: Slot, made: Slot, attempt: Attempt, raw: dict[int, tuple[np.ndarray, np.ndarray]],
+              blocks: _GroupBlocks) -> Operation:  # fmt: skip
         """Write heads, table and header, unless a slot does not match the blocks that were coded."""
         heads: list[Head] = []
         for rank in self.group:
@@ -350,12 +351,17 @@ class Parity:
                 return False
             heads.append((header, raw[rank][1]))
         packed, extents = pack_heads(heads), self._parity_extents
-        room = target.body(extents)[: extents.manifest_room]
+        room = made.body(extents)[: extents.manifest_room]
         room[: len(packed)] = np.frombuffer(packed, dtype=np.uint8)
         room[len(packed) :] = 0
         first = heads_blocks(extents)
-        table = target.table(extents)
-        table[:first] = target.check_blocks(extents, 0, first)
+        table = made.table(extents)
+        table[:first] = made.check_blocks(extents, 0, first)
+        is_stored = target.store(made)
+        while is_stored() is None:
+            yield False
+        if not is_stored():
+            return False
         own = next(header for header, _ in heads if header.rank == self._world.rank)
         target.seal(
             Header(
@@ -367,7 +373,7 @@ class Parity:
             )
         )  # fmt: skip
         target.use = Use.BUSY
-        return True
+        return target.header is not None
 
     def missing(self, pool: SlotPool, attempt: Attempt, forget: bool = True) -> bool:
         """Whether a rank of the group lacks its parity: each checks its own, and ``forget`` unseals bad ones."""

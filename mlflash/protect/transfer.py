@@ -17,7 +17,18 @@ import numpy as np
 
 from ..crash_points import reach
 from ..errors import CorruptSlot
-from ..memory.slot import HEADER_NBYTES, Attempt, Header, Kind, Slot, Use, table_check, unpack
+from ..memory.slot import (
+    HEADER_NBYTES,
+    Attempt,
+    Header,
+    Incoming,
+    Kind,
+    Slot,
+    Use,
+    checks_of,
+    table_check,
+    unpack,
+)
 from ..mpi.fabric import OpenMemory
 from ..mpi.nonblocking import AT_ONCE, Operation, SendRate, done
 from ..mpi.world import World
@@ -156,32 +167,51 @@ def receive(world: World, peer: int, slot: Slot, extents: Extents, is_wanted: Ca
             sender; None for p2p.
     """
     mpi, comm = world.mpi, world.data
-    while slot.segment is not None and not slot.segment.ready.is_set():
+    while not slot.is_ready:
         yield False
     slot.unseal()
-    body, table = slot.body(extents), slot.table(extents)
+    incoming = slot.incoming(extents)
+    try:
+        good = yield from _receive(world, peer, incoming, extents, window)
+    finally:
+        incoming.end()
+    while incoming.is_good is None:
+        yield False
+    page = np.empty(HEADER_NBYTES, dtype=np.uint8)
+    yield from done(comm.Irecv([page, mpi.BYTE], peer, _HEADER))
+    reach("transfer.received")
+    good = good and bool(incoming.is_good) and _accept(slot, incoming.table, extents, page, is_wanted)
+    reach("transfer.sealed")
+    yield from done(comm.Isend(np.array([int(good)], dtype=np.int64), peer, _ACK))
+    return good
+
+
+def _receive(world: World, peer: int, incoming: Incoming, extents: Extents, window: tuple[int, OpenMemory] | None
+             ) -> Operation:  # fmt: skip
+    """Receive body and table; the operation's result is whether both match."""
+    mpi, comm, table = world.mpi, world.data, incoming.table
     runs = chunks(extents)
     if window is not None:
         yield from done(comm.Isend(np.array([window[0]], dtype=np.int64), peer, _READY))
     posted: deque[tuple[Any, ...]] = deque()
-    following = iter(runs)
+    following = deque(runs)
     good = True
     for first, last in runs:
-        while len(posted) < _DEPTH and (run := next(following, None)) is not None:
-            start, end = run[0] * extents.block_nbytes, min(run[1] * extents.block_nbytes, body.nbytes)
+        while len(posted) < _DEPTH and following:
+            if (into := incoming.place(*following[0])) is None:
+                if posted:
+                    break
+                yield False
+                continue
+            run = following.popleft()
             checks = comm.Irecv([table[run[0] : run[1]], mpi.BYTE], peer, _CHECKS)
-            posted.append((checks,) if window else (comm.Irecv([body[start:end], mpi.BYTE], peer, _BODY), checks))
+            posted.append((checks,) if window else (comm.Irecv([into, mpi.BYTE], peer, _BODY), checks))
         for request in posted.popleft():
             yield from done(request)
-        good &= yield from _arrived(slot, extents, first, last, window[1] if window else None)
+        good &= yield from _arrived(incoming, extents, first, last, window[1] if window else None)
+        incoming.keep(first, last)
         reach("transfer.arrived")
         yield True
-    page = np.empty(HEADER_NBYTES, dtype=np.uint8)
-    yield from done(comm.Irecv([page, mpi.BYTE], peer, _HEADER))
-    reach("transfer.received")
-    good = good and _accept(slot, extents, page, is_wanted)
-    reach("transfer.sealed")
-    yield from done(comm.Isend(np.array([int(good)], dtype=np.int64), peer, _ACK))
     return good
 
 
@@ -190,28 +220,29 @@ def slot_of(owner: int, attempt: Attempt) -> Callable[[Header], bool]:
     return lambda header: (header.kind, header.rank, header.attempt) == (Kind.SLOT, owner, attempt)
 
 
-def _arrived(slot: Slot, extents: Extents, first: int, last: int, window: OpenMemory | None) -> Operation:
+def _arrived(incoming: Incoming, extents: Extents, first: int, last: int, window: OpenMemory | None) -> Operation:
     """Check a run of blocks; bytes that were Put may become visible a little after their notice."""
     end = time.monotonic() + ARRIVAL_S
     while True:
         if window is not None:
             window.sync()
-        if np.array_equal(slot.check_blocks(extents, first, last), slot.table(extents)[first:last]):
+        if np.array_equal(checks_of(incoming.run(first, last), extents.block_nbytes), incoming.table[first:last]):
             return True
         if window is None or time.monotonic() > end:
             return False
         yield False
 
 
-def _accept(slot: Slot, extents: Extents, page: np.ndarray, is_wanted: Callable[[Header], bool]) -> bool:
+def _accept(slot: Slot, table: np.ndarray, extents: Extents, page: np.ndarray, is_wanted: Callable[[Header], bool]
+            ) -> bool:  # fmt: skip
     try:
         header = unpack(page.tobytes())
     except CorruptSlot:
         return False
     if header.extents != extents or not is_wanted(header):
         return False
-    if table_check(slot.table(extents)) != header.table_check:
+    if table_check(table) != header.table_check:
         return False
     slot.seal(header)
     slot.use = Use.BUSY
-    return True
+    return slot.header is header

@@ -28,7 +28,7 @@ from ..memory.inventory import MOST_STEPS, NEWEST, Place, WantedStep, why_unrest
 from ..memory.slot import Slot, Verdict
 from ..protect.rank_checkpoint import ShareFiles, open_rank_checkpoint
 from ..storage.store import Store, find_other_format, open_store
-from .fetch import bring, gather_shares, is_of
+from .fetch import bring, copy_to_memory, gather_shares, is_of
 from .open_in_memory import MemoryCheckpoint
 from .repair import give_receipts, reprotect
 
@@ -180,9 +180,11 @@ def find_and_verify(context: CourierState, search: Search, oldest: int = 0, reje
     """
     context.pool.exchange()
     inventory, wanted = context.take_stock(), search.wanted
+    on_disk: dict[Place, Place] = {}  # of files that were copied to memory, where they were
+    damaged: set[Place] = set()
     reach("restore.listed")
     while True:
-        newer = inventory.since(oldest)
+        newer = inventory.without(on_disk.values()).since(oldest)
         node_of, is_free = context.world.topology.node_of, wanted.is_newest
         skip_stuck, skip_suspect = context.config.skip_stuck * is_free, context.config.on_suspect == "keep" and is_free
         choice = choose(newer, node_of, wanted, skip_stuck, skip_suspect)
@@ -196,6 +198,10 @@ def find_and_verify(context: CourierState, search: Search, oldest: int = 0, reje
                 "ignore it, use another job name, `fresh` or `mlflash clean`",
                 step=choice.step, expected=f"a world of {choice.world_size} ranks", found=f"{context.world.size}",
             )  # fmt: skip
+        if copied := copy_to_memory(context, choice):
+            on_disk |= copied
+            inventory = context.take_stock().without(damaged)
+            continue
         slots: dict[int, Slot] = {}
         bad = bring(context, inventory, choice, slots, search.checked)
         if not bad:
@@ -206,6 +212,8 @@ def find_and_verify(context: CourierState, search: Search, oldest: int = 0, reje
             bad = dict.fromkeys(lacking, "the tensors that it shares with other ranks are damaged or missing")
         if bad:
             context.pool.unmap_others(slots.values())
+            bad |= {on_disk[place]: why for place, why in bad.items() if place in on_disk}
+            damaged |= bad.keys()
             inventory = inventory.without(bad)
             if rejected is not None:
                 rejected |= bad

@@ -29,7 +29,7 @@ from ..commit.earlier_runs import Choice
 from ..crash_points import reach
 from ..errors import CorruptSlot
 from ..memory.inventory import Inventory, Place
-from ..memory.node_directory import file_number
+from ..memory.node_directory import file_number, is_on_disk
 from ..memory.slot import Attempt, Header, Kind, Slot, Use
 from ..mpi.nonblocking import Operation, done
 from ..mpi.world import World
@@ -79,6 +79,33 @@ def bring(context: CourierState, inventory: Inventory, choice: Choice, slots: di
         slots[rank] = slot
         context.pool.keep_for_now(slot)
     return {}
+
+
+def copy_to_memory(context: CourierState, choice: Choice) -> dict[Place, Place]:
+    """Copy slots of a choice that are on disks into memory of their nodes, where all ranks can read them. Collective.
+
+    Returns:
+        For each new file, where it was on the disk; the same on all ranks. A file that could not be read is damaged.
+
+    Raises:
+        MemoryTooSmall: on all ranks, if a node has no room for them.
+    """
+    world, serves = context.world, _servers(context, choice)
+    if not any(place is not None and is_on_disk(place[1]) for place in choice.source):
+        return {}
+    made: dict[Place, Place] = {}
+
+    def copy() -> None:
+        for rank, place in enumerate(choice.source):
+            if serves[rank] == world.rank and place is not None and is_on_disk(place[1]):
+                number = context.pool.copy_to_memory(place[1])
+                made[world.node_index, number] = place
+                reach("restore.copied")
+
+    world.on_all(copy)
+    copied = {new: old for of_rank in world.gather(made) for new, old in of_rank.items()}
+    context.pool.copied |= {file for node, file in copied if node == world.node_index}
+    return copied
 
 
 def _verify(context: CourierState, choice: Choice, serves: list[int], slots: dict[int, Slot], checked: bool

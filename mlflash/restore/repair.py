@@ -24,7 +24,7 @@ from ..errors import CorruptSlot, MlflashError
 from ..memory.inventory import Place
 from ..memory.node_directory import file_number
 from ..memory.parity_layout import Head, Stripes, Task, Unit, heads_blocks, read_heads
-from ..memory.slot import Attempt, Slot, Use, read_header, table_check, unpack
+from ..memory.slot import Attempt, Slot, Use, table_check, unpack
 from ..mpi.nonblocking import AT_ONCE, Operation, done
 from ..mpi.world import World
 from ..protect.parity import ParityExchange, roles_of
@@ -86,7 +86,7 @@ def _restore_head(slot: Slot) -> None:
         if table_check(made) != header.table_check:
             return  # blocks are damaged as well
         slot.table(extents)[:] = made
-    if read_header(slot.view) != header:
+    if slot.stored_header() != header:
         slot.seal(header)
         give_receipts(slot)
 
@@ -169,7 +169,7 @@ def _holding(context: CourierState, attempt: Attempt) -> list[Slot]:
 
 def _is_whole(context: CourierState, slot: Slot) -> bool:
     assert slot.header is not None
-    return read_header(slot.view) == slot.header and _bad_blocks(context, slot) == []
+    return slot.stored_header() == slot.header and _bad_blocks(context, slot) == []
 
 
 # From copies. A block comes from the first partner whose copy of it is whole, and is written only if it matches the
@@ -226,9 +226,9 @@ def _good(copy: Slot, blocks: Sequence[int]) -> list[int]:
 def _send_blocks(world: World, copy: Slot, peer: int, blocks: Sequence[int]) -> Operation:
     assert copy.header is not None
     extents = copy.header.extents
-    body = copy.body(extents)
     for block in blocks:
-        yield from done(world.data.Isend([body[extents.block(block)], world.mpi.BYTE], peer, _BLOCK))
+        raw = copy.run(extents, block, block + 1)
+        yield from done(world.data.Isend([raw, world.mpi.BYTE], peer, _BLOCK))
         yield True
 
 

@@ -16,7 +16,7 @@ from ..commit.courier_state import CourierState
 from ..drain.drain_handle import Drain
 from ..errors import MlflashError, text_of
 from ..events import Event
-from ..memory.slot import Header, Kind, Slot, Use, read_header, table_check
+from ..memory.slot import Header, Kind, Slot, Use, table_check
 from ..mpi.background_collectives import in_thread
 from ..mpi.nonblocking import Operation
 from .open_in_directory import DrainedFiles
@@ -116,7 +116,7 @@ class Scrubber:
             (slot, slot.header)
             for slot in self._context.pool.all()
             if slot.use is Use.HOLDS and slot.header is not None
-            and slot.segment is not None and slot.segment.ready.is_set()
+            and slot.is_ready
         ]  # fmt: skip
         if [(id(slot), id(header)) for slot, header in held] != [(id(a), id(b)) for a, b in self._held]:
             self._held, self._verifying, self._is_verified = held, self._verify(), False
@@ -136,7 +136,7 @@ class Scrubber:
         extents = header.extents
         if self._is_damaged(slot):
             return
-        if read_header(slot.view) != header:
+        if slot.stored_header() != header:
             self._say(slot, header, None, "its header is not what it was")
         elif table_check(slot.table(extents)) != header.table_check:
             self._say(slot, header, None, "its block table is damaged")

@@ -52,6 +52,10 @@ class Extents:
     def block(self, number: int) -> slice[int, int, None]:
         return slice(number * self.block_nbytes, min((number + 1) * self.block_nbytes, self.body_nbytes))
 
+    def run(self, first: int, last: int) -> slice[int, int, None]:
+        """Blocks ``first`` to ``last - 1``, in bytes from the start of the body."""
+        return slice(first * self.block_nbytes, min(last * self.block_nbytes, self.body_nbytes))
+
     @property
     def table_start(self) -> int:
         return round_up(PAGE_NBYTES + self.body_nbytes, PAGE_NBYTES)

@@ -65,6 +65,7 @@ _FILE = click.Path(exists=True, dir_okay=False)
 @certify_after_option
 @light_option
 @gradients_option
+@click.option("--on-disk", is_flag=True, help="Copies and parity are on a disk of each node (the setting copies).")
 @click.option("--mtbf", callback=SECONDS, help="Mean time between failures of one node: 5y, 200d, 30000h.")
 @click.option("--save", callback=SECONDS,
               help="Time that a save stalls training: 0.5s, 80ms.  [default: that of --report]")  # fmt: skip
@@ -124,6 +125,7 @@ def _job(given: dict[str, Any], measured: dict[str, Any]) -> tuple[Job, list[str
         domains.kinds if domains else (), tuple(map(domains.names, names)) if domains else (), given["memory"],
         own_slots=held + given["draining"], copy_slots=held, alike_nbytes=alike,
         light=given["light"], gradients_nbytes=given["gradients"] or measured.get("gradients"),
+        on_disk=given["on_disk"],
     )  # fmt: skip
     for kind, names_of in job.domains.items():
         if len(names) > 1 and len(set(names_of)) == 1:
@@ -253,6 +255,8 @@ def _introduction(job: Job, costs: Costs | None, compared: Sequence[SchemeCosts]
     )
     if job.light:
         yield f"light saves: each rank and each copy has {job.light_slots} slots of {show_bytes(job.light_nbytes)} more"
+    if job.on_disk:
+        yield f"copies and parity are on disks, with {show_bytes(max(p.disk_nbytes for p in compared))} a node at most"
     if job.alike_nbytes:
         yield f"{show_bytes(job.alike_nbytes)} of it is the same on all ranks: stored once on each node, and not sent"
     yield f"{show_bytes(max(p.spare_nbytes for p in compared))} more must be free on a node when slots are made"
@@ -403,6 +407,7 @@ class Job:
     alike_nbytes: int = 0  # the part of ``nbytes`` that is the same on all ranks: stored once on each node
     light: int = 0  # saves between two whole ones that keep gradients only
     gradients_nbytes: int | None = None  # of a rank; None: a third of ``nbytes``
+    on_disk: bool = False  # whether copies and parity are on a disk of each node
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.node_names) * self.ranks_per_node <= MOST_RANKS or self.nbytes < 1:
@@ -452,6 +457,7 @@ class SchemeCosts:
     memory_nbytes: int  # on the node that needs most
     memory_per_state: float  # ``memory_nbytes`` divided by the state of a node
     spare_nbytes: int  # what must stay free when the memory is allocated
+    disk_nbytes: int  # on the disk of the node that needs most
     sent_nbytes: int  # by a rank for a save, on average of whole and light ones
     fits: bool | None  # whether a node has room for both; None: unknown
     survives: str  # the losses that it survives, in words
@@ -488,11 +494,18 @@ def node_nbytes(job: Job, placement: Placement) -> int:
 
     The manifest counts with its smallest size, two pages; its real size depends on the names in the state.
     """
-    whole = _nbytes_of_slots(job, placement, job.nbytes, job.alike_nbytes, job.own_slots, job.copy_slots)
+    kept = 0 if job.on_disk else 1
+    whole = _nbytes_of_slots(job, placement, job.nbytes, job.alike_nbytes, job.own_slots, job.copy_slots * kept)
     if not job.light:
         return whole
     light, alike = job.light_nbytes, round(job.light_nbytes * job.alike_share)
-    return whole + _nbytes_of_slots(job, placement, light, alike, job.light_slots, job.light_slots)
+    return whole + _nbytes_of_slots(job, placement, light, alike, job.light_slots, job.light_slots * kept)
+
+
+def disk_nbytes(job: Job, placement: Placement) -> int:
+    """Count the bytes that copies and parity take on the disk of the node that needs most, if they are there."""
+    in_memory = dataclasses.replace(job, on_disk=False)
+    return node_nbytes(in_memory, placement) - node_nbytes(job, placement)
 
 
 def sent_nbytes(job: Job, placement: Placement) -> int:
@@ -551,6 +564,7 @@ def scheme_costs(job: Job, scheme: Scheme, placed: Placement, losses: int, costs
         memory_nbytes=memory,
         memory_per_state=memory / job.state_nbytes,
         spare_nbytes=headroom(memory),
+        disk_nbytes=disk_nbytes(job, placed),
         sent_nbytes=sent_nbytes(job, placed),
         fits=None if job.memory_nbytes is None else memory + headroom(memory) <= job.memory_nbytes,
         survives=survival.describe(survived, job.domains),

@@ -71,5 +71,6 @@ class Nodes:
 
     def _remove(self, nodes: Iterable[int]) -> None:
         for node in nodes:
+            shutil.rmtree(self.root / f"disk{node}" / f"mlflash-{os.getuid()}", ignore_errors=True)
             for path in self.path(node).parent.glob("t*"):  # light saves have a folder of their own
                 shutil.rmtree(path)

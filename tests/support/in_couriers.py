@@ -80,16 +80,29 @@ def damaged_on_arrival() -> None:
 
     really, chunks = transfer._arrived, [0]
 
-    def arrived(slot: Any, extents: Any, first: int, last: int, window: Any) -> Any:
+    def arrived(incoming: Any, extents: Any, first: int, last: int, window: Any) -> Any:
         nth, bit, place = holds.happens_at("arrival").split() or [0, 0, 0]
         chunks[0] = chunks[0] + 1 if nth else 0
         if nth and chunks[0] == int(nth):
-            body = slot.body(extents)
-            start, end = first * extents.block_nbytes, min(last * extents.block_nbytes, body.nbytes)
-            body[start + int(float(place) * (end - start))] ^= 1 << int(bit)
-        return really(slot, extents, first, last, window)
+            run = incoming.run(first, last)
+            run[int(float(place) * run.nbytes)] ^= 1 << int(bit)
+        return really(incoming, extents, first, last, window)
 
     transfer._arrived = arrived
+
+
+def disk_fails() -> None:
+    """While "disk" is held as an error number: disks of couriers fail with it when they are written."""
+    from mlflash.memory import disk_slot
+
+    really = disk_slot.DiskFile.write
+
+    def write(file: disk_slot.DiskFile, start: int, pages: np.ndarray) -> None:
+        if number := int(holds.happens_at("disk") or 0):
+            raise OSError(number, os.strerror(number))
+        really(file, start, pages)
+
+    disk_slot.DiskFile.write = write  # type: ignore[method-assign]
 
 
 def _changed_when_coded(with_its_check: bool) -> None:

@@ -20,8 +20,18 @@ def settings_of(rank: int, memory: Path | str, per_node: int = 1) -> dict[str, s
     return {"node": node, "memory": str(part)}
 
 
+def disk_of(rank: int, root: Path | str, per_node: int = 1) -> str:
+    """The setting ``copies`` of a rank: the disk of its node, which is made."""
+    disk = Path(root, f"disk{rank // per_node}")
+    disk.mkdir(0o700, parents=True, exist_ok=True)
+    return str(disk)
+
+
 if __name__ == "__main__":
     rank = int(next((os.environ[name] for name in _RANK if name in os.environ), 0))
-    given = settings_of(rank, os.environ["MLFLASH_MEMORY"], int(os.environ["RANKS_PER_NODE"]))
+    per_node = int(os.environ["RANKS_PER_NODE"])
+    given = settings_of(rank, os.environ["MLFLASH_MEMORY"], per_node)
+    if "MLFLASH_COPIES" in os.environ:
+        given["copies"] = disk_of(rank, os.environ["MLFLASH_COPIES"], per_node)
     os.environ |= {f"MLFLASH_{name.upper()}": value for name, value in given.items()}
     os.execvp(sys.argv[1], sys.argv[1:])

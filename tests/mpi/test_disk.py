@@ -1,0 +1,167 @@
+"""Copies and parity on a disk of each node: what a restore finds after nodes, disks and all memory are lost."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import holds
+import numpy as np
+import pytest
+from damage import flip, headers
+from emulated import Nodes
+from mpi4py import MPI
+from on_node import disk_of
+from states import differences
+from waiting import until
+
+from mlflash import Checkpointer
+from mlflash.errors import ConfigError, Unrestorable
+
+COMM = MPI.COMM_WORLD
+RANK, SIZE = COMM.rank, COMM.size
+SCHEMES = ["copy"] + (["xor:3"] if SIZE == 3 else ["copy:2", "rs:2+2"] if SIZE == 4 else [])
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+def state_at(step: int) -> dict[str, Any]:
+    """Slots of different sizes, in blocks of 64 KiB: two runs of blocks and more, and the last block is short."""
+    numbers = np.random.default_rng((RANK, step))
+    return {"w": numbers.standard_normal(60_000 + 9_001 * RANK), "step": step, "b": numbers.integers(0, 99, 5)}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_held() -> Iterator[None]:
+    yield
+    holds.let_go()
+
+
+@pytest.fixture(params=SCHEMES)
+def settings(request: pytest.FixtureRequest, options: dict[str, Any], root: Path) -> dict[str, Any]:
+    return {**options, "copies": disk_of(RANK, root), "redundancy": request.param, "strict": True}
+
+
+def save(settings: dict[str, Any], *steps: int) -> None:
+    with Checkpointer(**settings) as ckpt:
+        for step in steps:
+            ckpt.save(step, state_at(step)).wait()
+
+
+def check_restored(settings: dict[str, Any], step: int) -> None:
+    """Restore, compare, and save once more, so that all is protected again."""
+    with Checkpointer(**settings) as ckpt:
+        found, state = ckpt.load()
+        assert found == step and differences(state_at(step), state, "", loaded=True) == []
+        ckpt.save(step + 1, state_at(step + 1)).wait()
+    with Checkpointer(**settings) as ckpt:
+        assert ckpt.load()[0] == step + 1
+
+
+def lose_memory(nodes: Nodes, *of: int) -> None:
+    nodes.on_rank_0(lambda: [shutil.rmtree(nodes.path(node)) for node in of])
+
+
+def lose_disk(nodes: Nodes, *of: int) -> None:
+    nodes.on_rank_0(lambda: [shutil.rmtree(path) for node in of for path in (nodes.root / f"disk{node}").iterdir()])
+
+
+def test_memory_has_only_own_slots_and_the_disk_what_protects_others(settings: dict[str, Any], nodes: Nodes) -> None:
+    with Checkpointer(**settings) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state_at(step)).wait()
+        slots = ckpt.report()["slots"]
+        assert ckpt.report()["transport"] == "p2p"
+    disk = Path(settings["copies"])
+    others = 2 if settings["redundancy"] == "copy:2" and SIZE > 2 else 1
+    assert [slot["file"] >= "slot-1000000" for slot in slots] == [False] * 2 + [True] * 2 * others
+    assert [header.rank for _, header in headers(nodes.path(RANK))] == [RANK] * 2
+    on_disk = [*headers(disk)]
+    assert sorted(header.step for _, header in on_disk) == [2] * others + [3] * others
+    for path, header in on_disk:
+        assert path.stat().st_size == header.extents.nbytes
+
+
+def test_a_lost_node_comes_back_from_the_disks_of_others(settings: dict[str, Any], nodes: Nodes) -> None:
+    save(settings, 1, 2)
+    for node in range(SIZE):
+        nodes.lose(node)
+        lose_disk(nodes, node)
+        check_restored(settings, 2 + node)
+
+
+def test_after_a_power_cut_of_all_nodes_the_newest_step_comes_back_from_the_disks(
+    settings: dict[str, Any], nodes: Nodes
+) -> None:
+    if not settings["redundancy"].startswith("copy"):
+        pytest.skip("parity alone has no slot")
+    save(settings, 1, 2)
+    lose_memory(nodes, *range(SIZE))
+    check_restored(settings, 2)
+
+
+def test_what_is_damaged_on_a_disk_is_not_restored(settings: dict[str, Any], nodes: Nodes) -> None:
+    if settings["redundancy"] != "copy":
+        pytest.skip("another copy would be taken")
+    save(settings, 1, 2)
+    lose_memory(nodes, *range(SIZE))
+
+    def damage(step: int, place: Callable[[Any], int]) -> None:
+        path, header = next(file for file in headers(nodes.root / "disk0") if file[1].step == step)
+        flip(path, place(header))
+
+    nodes.on_rank_0(lambda: damage(2, lambda header: header.extents.payload_start))
+    with Checkpointer(**settings) as ckpt:
+        assert ckpt.load()[0] == 1
+    nodes.on_rank_0(lambda: damage(1, lambda header: header.extents.table_start))
+    lose_memory(nodes, *range(SIZE))
+    with Checkpointer(**settings) as ckpt, pytest.raises(Unrestorable):
+        ckpt.load()
+
+
+def test_damage_at_rest_on_a_disk_is_found_and_made_again(settings: dict[str, Any], nodes: Nodes) -> None:
+    with Checkpointer(**settings, scrub_rate=1e9) as ckpt:
+        ckpt.save(1, state_at(1)).wait()
+        nodes.on_rank_0(lambda: flip(next(headers(nodes.root / "disk0"))[0], 5000))
+        until(lambda: COMM.allreduce(ckpt.report()["counts"].get("files damaged", 0)), "the damage to be found")
+        ckpt.save(2, state_at(2)).wait()
+        assert COMM.allreduce(ckpt.report()["counts"].get("files made again", 0)) == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_if_the_disk_of_a_node_fails_its_copies_are_in_memory(
+    settings: dict[str, Any], nodes: Nodes, replace: Callable[[str], None], number: int
+) -> None:
+    replace("disk_fails")
+    with Checkpointer(**{**settings, "strict": False}) as ckpt:
+        ckpt.save(1, state_at(1)).wait()
+        if RANK == 0:
+            holds.at("disk", str(number))
+        COMM.Barrier()
+        failed = ckpt.save(2, state_at(2))
+        ckpt.wait()
+        assert "did not arrive whole" in str(failed.error)
+        for step in (3, 4, 5):
+            assert ckpt.save(step, state_at(step)).wait().committed
+    nodes.lose(1)
+    check_restored(settings, 5)
+
+
+def test_a_disk_that_is_not_there_is_said_and_copies_are_in_memory(
+    settings: dict[str, Any], nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    if RANK == 0:
+        shutil.rmtree(settings["copies"])
+    COMM.Barrier()
+    save(settings, 1, 2)
+    nodes.lose(1)
+    check_restored(settings, 2)
+
+
+def test_a_directory_that_nodes_have_together_is_refused(settings: dict[str, Any], root: Path) -> None:
+    with pytest.raises(ConfigError, match="a disk of each node"):
+        Checkpointer(**{**settings, "copies": disk_of(0, root)})
+    with Checkpointer(**settings) as ckpt:
+        assert ckpt.load() == (None, None)
