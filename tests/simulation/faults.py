@@ -124,6 +124,8 @@ def draw_setting(random: Random, fixed: dict[str, object]) -> Setting:
     if "kept" in setting.special:
         setting = dataclasses.replace(setting, special=setting.special & {"kept", "common", "zeros"}, meets="launcher",
                                       no_space=0.0)  # fmt: skip
+    if "disk" in setting.special:  # one that fails is left, and does not survive a power cut
+        setting = dataclasses.replace(setting, bad_sync=0.0)
     return setting
 
 

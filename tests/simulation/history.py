@@ -119,7 +119,7 @@ class History:
         self.kernel = threads.SCHEDULER = Scheduler(seed, keeps_trace=keeps_trace)
         self.setting = draw_setting(self.kernel.random, fixed or {})
         self.memory = machine.memory_of()
-        self.files = self.memory / "files"
+        self.files, self.disks = self.memory / "files", self.memory / "disks"
         self.problems: list[str] = []
         self._worked_at = 0.0  # virtual time of the last crash point of any rank
         self.reached, self.outcomes = Counter[str](), Counter[str]()
@@ -130,7 +130,7 @@ class History:
 
     def run(self) -> None:
         shutil.rmtree(self.memory, ignore_errors=True)  # of a process that was killed and had this number
-        self.memory.mkdir(mode=0o700)
+        self.disks.mkdir(mode=0o700, parents=True)
         machine.begin(self.seed)
         crash_points.arm(self._reach)
         handler = _listen(self)
@@ -301,16 +301,20 @@ class History:
 
     # What is lost
 
-    def _node_paths(self, node: int) -> list[Path]:
-        """The folders of the job, and of its light saves, in the memory of a node."""
-        return sorted((self.memory / f"node{node}" / f"mlflash-{os.getuid()}").glob("j*"))
+    def _node_paths(self, node: int, in_memory: bool = True, on_disk: bool = False) -> list[Path]:
+        """The folders of the job, and of its light saves, in the memory and on the disk of a node."""
+        tops = [self.memory] * in_memory + [self.disks] * on_disk
+        return [path for top in tops for path in sorted((top / f"node{node}" / f"mlflash-{os.getuid()}").glob("j*"))]
 
     def _slots(self, node: int) -> list[Path]:
-        return [slot for path in self._node_paths(node) for slot in sorted(path.glob("slot-*"))]
+        return [slot for path in self._node_paths(node, on_disk=True) for slot in sorted(path.glob("slot-*"))]
 
     def damage(self) -> None:
         """Lose what is lost between two launches: within what the scheme covers, or, rarely, beyond."""
         random, plan = self.kernel.random, self.launch.plan
+        if "disk" in self.setting.special and random.random() < 0.3:
+            self.cut_power()
+            return
         if random.random() < (0.3 if "drain" in self.setting.special else 0.08):
             nodes = self.setting.nodes
             for node in random.sample(range(nodes), random.choice([nodes, nodes, max(1, nodes - 1)])):
@@ -327,13 +331,31 @@ class History:
         if self.setting.flips and random.random() < 0.3:
             self._flip(None, sorted(path for path in self.files.rglob("*") if path.is_file() and path.stat().st_size))
 
+    def cut_power(self) -> None:
+        """Lose all memory, and what was written to disks and not synced.
+
+        Copies that were in place are enough, if no state is shared: that is in memory only.
+        """
+        machine.DISKS.lose_unsynced(self.kernel.random)
+        is_shared = bool(self.setting.special & {"common", "elastic"})
+        is_enough = not self.oracle.lost and self.setting.scheme.startswith("copy") and not is_shared
+        for node in range(self.setting.nodes):
+            self.remove_memory(node, "power cut", is_disk_kept=True)
+        self.oracle.is_cut = True
+        if not is_enough:
+            self.oracle.lost |= {*range(self.setting.nodes)}
+
     def wipe(self, node: int) -> None:
         if self.remove_memory(node, "wiped"):
             self.oracle.lost.add(node)
 
-    def remove_memory(self, node: int, outcome: str) -> bool:
-        """Remove what the job has in the memory of a node, and count that. Return whether there was anything."""
-        paths = self._node_paths(node)
+    def remove_memory(self, node: int, outcome: str, is_disk_kept: bool = False) -> bool:
+        """Remove what the job has in the memory of a node, and count that. Return whether there was anything.
+
+        Half of the time its disk is lost, too, unless ``is_disk_kept``.
+        """
+        is_kept = is_disk_kept or "disk" not in self.setting.special or self.kernel.random.random() < 0.5
+        paths = self._node_paths(node, on_disk=not is_kept)
         for path in paths:
             shutil.rmtree(path)
         if paths:

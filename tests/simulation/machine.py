@@ -48,6 +48,49 @@ class Faults:
 FAULTS = Faults()
 
 
+class Disks:
+    """What was written to files on disks and not synced: a power cut loses some of it, page by page."""
+
+    def __init__(self) -> None:
+        self._unsynced: dict[str, list[tuple[int, bytes]]] = {}  # by path, offset and content of a page before
+
+    def install(self) -> None:
+        from mlflash.memory.disk_slot import DiskFile
+
+        write, sync = DiskFile.write, DiskFile.sync
+
+        def note_write(file: Any, start: int, pages: np.ndarray) -> None:
+            path = os.readlink(f"/proc/self/fd/{file._fd}")
+            with open(path, "rb") as before:
+                before.seek(start)
+                olds = [(start + at, before.read(4096).ljust(4096, b"\0")) for at in range(0, pages.nbytes, 4096)]
+            self._unsynced.setdefault(path, []).extend(olds)
+            write(file, start, pages)
+
+        def note_sync(file: Any) -> None:
+            sync(file)
+            self._unsynced.pop(os.readlink(f"/proc/self/fd/{file._fd}"), None)
+
+        DiskFile.write, DiskFile.sync = note_write, note_sync  # type: ignore[method-assign]
+
+    def lose_unsynced(self, random: random.Random) -> None:
+        """Undo some of the writes, the last ones first."""
+        for path, olds in sorted(self._unsynced.items()):
+            if os.path.exists(path):
+                with open(path, "r+b") as file:
+                    for start, old in reversed(olds):
+                        if random.random() < 0.5:
+                            file.seek(start)
+                            file.write(old)
+        self._unsynced.clear()
+
+    def begin(self) -> None:
+        self._unsynced.clear()
+
+
+DISKS = Disks()
+
+
 def install() -> None:
     """Replace what must be replaced, before mlflash is imported."""
     threads.replace_time()
@@ -71,6 +114,7 @@ def install() -> None:
     couriers.install()
     rounds.install()
     _replace_nodes()
+    DISKS.install()
 
 
 def _replace_nodes() -> None:
@@ -133,6 +177,7 @@ def _replace_modules() -> None:
 
 def begin(seed: int) -> None:
     noise = random.Random(seed)
+    DISKS.begin()
     FAULTS.random, FAULTS.no_space, FAULTS.bad_sync = random.Random(seed + 1), 0.0, 0.0
     os.urandom = noise.randbytes
     os.getpid = lambda: _REAL["getpid"]() if _running() is None else _running().pid

@@ -35,6 +35,7 @@ class Oracle:
         newest: the newest save that some rank saw committed, and that must come back; None: there is none.
         drained: the newest save that is in the directory.
         marked: what all ranks have marked bad.
+        is_cut: whether all memory was lost since then, so that only the disks of all nodes have the newest.
         lost: nodes whose memory was lost or damaged since every copy of the newest was in place.
         ranks_of_newest: so many ranks, from rank 0, have state of their own in it.
         ranks_of: the ranks of each launch. What comes back from the directory may be of an earlier one.
@@ -46,6 +47,7 @@ class Oracle:
         self.drained: Pair | None = None
         self.marked: set[Pair] = set()
         self.lost: set[int] = set()
+        self.is_cut = False
         self.ranks_of_newest = history.setting.ranks
         self.ranks_of: dict[int, int] = {}
         # The layouts that the newest may have: a restore on other ranks commits it in a new one.
@@ -56,7 +58,7 @@ class Oracle:
 
     def covers(self, *nodes: int) -> bool:
         lost, scheme = self.lost | {*nodes}, self._history.setting.scheme
-        return all(
+        return not (self.is_cut and lost) and all(
             _survival(ranks, per_node, scheme).survives({node for node in lost if node < ranks // per_node})
             for ranks, per_node in self._layouts
         )
@@ -88,6 +90,7 @@ class Oracle:
         is_reprotected = all((launch.number, rank) in self._reprotected for rank in range(self._history.setting.ranks))
         if is_reprotected or any(snapshot.committed for *_, snapshot in launch.snapshots[launch.loss_at :]):
             self.lost.clear()
+            self.is_cut = False
 
     def lose(self, launch: Launch, node: int) -> None:
         """Note that the memory of a node is lost while the job runs."""
@@ -195,6 +198,7 @@ class Oracle:
         is_resharded = bool(restored - {None}) and layout not in self._layouts and has_room
         if is_resharded:
             self.lost.clear()
+            self.is_cut = False
         if is_reprotected or committed or is_resharded:
             self._layouts = {layout}
         self._layouts.add(layout)
@@ -203,7 +207,7 @@ class Oracle:
             outcomes["restored nothing" if pair is None else "restored"] += 1
             is_certified = bool(launch.of("restored certified"))  # and not the newest one, as none is certified
             if pair is not None and (is_reprotected or is_certified):
-                self.newest = pair if is_certified else max(self.newest or pair, pair)
+                self.newest = pair  # if it is an older one, what came after it was not covered
             if pair is not None and is_certified and self.drained is not None:
                 self.drained = min(self.drained, pair)  # what was gone back to may have become the last commit
         good = {pair for pair in committed if not history.states.is_suspect(pair[1])}

@@ -83,6 +83,8 @@ class Training:
         setting, more = self._setting, dict[str, Any]()
         if "light" in self._special:
             more |= {"light": 2}
+        if "disk" in self._special:
+            more |= {"copies": str(self._history.disks)}
         if "drain" in self._special:
             more |= {"directory": str(self._history.files), "drain_every": 2, "keep_last": 2,
                      "format": setting.format}  # fmt: skip
