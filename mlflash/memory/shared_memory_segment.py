@@ -89,6 +89,7 @@ class Segment:
         self.writers: list[Writer] = []  # copies into it that a device or another thread may still be making
         self._fresh = fresh
         self._lock = threading.Lock()
+        self._asking = threading.Lock()  # held to ask something of the file, or to close it
         # its bytes, shape (nbytes,), uint8
         self.view: np.ndarray = map_file(fd, nbytes, private) if same is None else same.view
         self._pinning: _Pinning = _Pinning() if same is None else same._pinning
@@ -105,12 +106,14 @@ class Segment:
     @property
     def is_lent(self) -> bool:
         """Whether any process of this node has views of the file; see `lend`."""
-        return self._close_file.alive and _ask(self._fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK) != fcntl.F_UNLCK
+        with self._asking:
+            return self._close_file.alive and _ask(self._fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK) != fcntl.F_UNLCK
 
     @property
     def is_gone(self) -> bool:
         """Whether somebody has removed the file: nothing finds it after the end of this process."""
-        return self._close_file.alive and not os.fstat(self._fd).st_nlink
+        with self._asking:
+            return self._close_file.alive and not os.fstat(self._fd).st_nlink
 
     def prefault(self) -> None:
         """Fault the pages in, and pin them if there is CUDA. Not collective; done once."""
@@ -150,7 +153,8 @@ class Segment:
         with self._lock, self._pinning.lock:
             self._pinning.leave(self.view)
             self.view = np.empty(0, dtype=np.uint8)
-        self._close_file()
+        with self._asking:
+            self._close_file()
 
 
 def lend(memory: NodeDirectory, name: str) -> tuple[Segment, Callable[[], None]]:

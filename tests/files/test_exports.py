@@ -76,7 +76,7 @@ def some(dtype: str, *shape: int) -> torch.Tensor:
 
 
 DCP_DTYPES = [*DTYPES, "complex32", "complex128", "float4_e2m1fn_x2"]
-DTYPES = [*DCP_DTYPES, "bits8", "bits16"]
+TORCH_DTYPES = [*DCP_DTYPES, "bits8", "bits16"]
 
 
 def of_every_dtype(dtypes: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -178,7 +178,7 @@ def test_safetensors_hold_every_dtype_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_a_torch_file_holds_every_dtype_and_every_plain_leaf(tmp_path: Path) -> None:
-    state = {**model_state(), "dtypes": of_every_dtype(DTYPES)}
+    state = {**model_state(), "dtypes": of_every_dtype(TORCH_DTYPES)}
     torch.save(state, tmp_path / "expected.pt")
     arrays = {"f8": np.arange(3.0), "u4": np.array(5, dtype="u4"), "bool": np.array([[True, False]])}
     whole = whole_of({**state, "arrays": arrays, "number": np.float64(0.1)})

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import pytest
+from waiting import PATIENCE_S, until
 
 from mlflash.memory import shared_memory_segment
 from mlflash.memory.node_directory import NodeDirectory
@@ -130,3 +133,26 @@ def test_a_mapping_that_several_have_is_pinned_once_until_the_last_has_closed_it
     assert cudart.pinned == ([address] if cudart.status == 0 else [])
     second.close()
     assert cudart.pinned == []
+
+
+@pytest.mark.parametrize("question", ["is_gone", "is_lent"])
+def test_what_is_asked_of_a_file_is_answered_before_another_thread_closes_it(
+    monkeypatch: pytest.MonkeyPatch, shm: Path, question: str
+) -> None:
+    memory = NodeDirectory(str(shm), "t")
+    segment = create(memory, 4096)
+    real = {"is_gone": os.fstat, "is_lent": fcntl.fcntl}[question]
+    closing = threading.Thread(target=segment.close, daemon=True)
+
+    def interrupted(fd: int, *more: Any) -> Any:
+        closing.start()
+        until(lambda: not closing.is_alive() or segment._asking.locked(), "the other thread to come")
+        return real(fd, *more)
+
+    with monkeypatch.context() as patched:
+        module = os if question == "is_gone" else fcntl
+        patched.setattr(module, real.__name__, interrupted)
+        assert getattr(segment, question) is False
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive() and getattr(segment, question) is False
+    memory.close()
