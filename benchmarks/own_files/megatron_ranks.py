@@ -76,5 +76,5 @@ def train(rounds: Rounds) -> None:
     training.checkpoint_and_decide_exit = save_and_decide
     layers = max(1, rounds.parameters // (12 * WIDTH**2))
     pretrain(["--hidden-size", str(WIDTH), "--num-layers", str(layers), "--save", rounds.memory, "--exit-interval",
-              str(rounds.steps), "--async-strategy", "mcore"])  # fmt: skip
+              str(rounds.steps), "--async-strategy", "mcore"], lambda step, loss, norm: None)  # fmt: skip
     dist.destroy_process_group()
