@@ -456,7 +456,7 @@ def count_need(context: Context) -> tuple[int, str]:
     (nodes, ranks_per_node), scheme = context.shape, context.settings.redundancy
     job = Job(tuple(f"node{number}" for number in range(nodes)), ranks_per_node, context.nbytes,
               own_slots=context.own_slots, copy_slots=context.copy_slots, light=context.light,
-              gradients_nbytes=context.gradients_nbytes)  # fmt: skip
+              gradients_nbytes=context.gradients_nbytes, on_disk=bool(context.settings.copies))  # fmt: skip
     ((_, placement),), _ = consider(job, [scheme])
     ranks = f"{many(ranks_per_node, 'rank')} of {show_bytes(context.nbytes)}, {context.own_slots} slots each"
     if job.light:

@@ -11,13 +11,14 @@ import pytest
 import torch
 from emulated import on_node
 from mpi4py import MPI
+from on_node import disk_of
 from ranks import SharedCouriers
 
 from mlflash import Checkpointer
 from mlflash.config import slots_of
 from mlflash.placement.redundancy import parse, place
 from mlflash.placement.survival import describe, of
-from mlflash.tools.plan import Job, node_nbytes
+from mlflash.tools.plan import Job, disk_nbytes, node_nbytes
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
@@ -40,6 +41,24 @@ def test_the_bytes_of_a_plan_are_those_that_the_files_take(
         placed = place(job.topology, parse(scheme))
         assert max(taken) == node_nbytes(job, placed)
         assert ckpt.survives == describe(of(job.topology, placed))
+
+
+@pytest.mark.parametrize("scheme", ["copy", "xor:3"])
+def test_so_are_those_of_memory_and_disk_where_copies_are_on_disks(
+    options: dict[str, Any], root: Path, scheme: str
+) -> None:
+    if SIZE < 3:
+        pytest.skip("xor:3 needs three nodes")
+    disk = Path(disk_of(RANK, root))
+    with Checkpointer(redundancy=scheme, copies=str(disk), **options) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"w": np.zeros(1_000_000, np.uint8)}).wait()
+        slots = COMM.allgather(ckpt.report()["slots"])
+    held = [[slot["nbytes"] for slot in of_rank if slot["what"] == "own"] for of_rank in slots]
+    on_disk = COMM.allgather(sum(path.stat().st_size for path in disk.rglob("slot-*")))
+    job = Job(tuple(f"n{rank}" for rank in range(SIZE)), 1, 1_000_000, on_disk=True)
+    placed = place(job.topology, parse(scheme))
+    assert (max(map(sum, held)), max(on_disk)) == (node_nbytes(job, placed), disk_nbytes(job, placed))
 
 
 @pytest.mark.parametrize("per_node", [1, 2])
