@@ -33,6 +33,18 @@ def test_after_a_power_cut_the_newest_step_is_on_the_disks(shm: Path) -> None:
     assert_restored(cluster.train(2, env, last=4), 2, 4)
 
 
+@pytest.mark.gate
+def test_a_restore_from_disks_that_is_killed_begins_again(shm: Path) -> None:
+    cluster, env = Cluster(shm), disks(shm)
+    cluster.train(2, env, last=3, die_at=3, die="all")
+    for rank in (0, 1):
+        cluster.wipe(0, 1)
+        trap = {"path": ["restore.copied"], "action": "rank", "rank": rank}
+        died = cluster.train(2, env, last=4, traps=[trap])
+        assert died.returncode and not died.of("restored"), died.log
+    assert_restored(cluster.train(2, env, last=4), 2, 3)
+
+
 @pytest.mark.timeout(400)
 def test_twenty_power_cuts_at_any_point_of_a_save_lose_no_committed_step(shm: Path) -> None:
     cluster, env, draw, newest = Cluster(shm), disks(shm), random.Random(7), 0
