@@ -92,19 +92,17 @@ def test_a_lost_node_comes_back_from_the_disks_of_others(settings: dict[str, Any
         check_restored(settings, 2 + node)
 
 
+@pytest.mark.parametrize("settings", [scheme for scheme in SCHEMES if scheme.startswith("copy")], indirect=True)
 def test_after_a_power_cut_of_all_nodes_the_newest_step_comes_back_from_the_disks(
     settings: dict[str, Any], nodes: Nodes
 ) -> None:
-    if not settings["redundancy"].startswith("copy"):
-        pytest.skip("parity alone has no slot")
     save(settings, 1, 2)
     lose_memory(nodes, *range(SIZE))
     check_restored(settings, 2)
 
 
+@pytest.mark.parametrize("settings", ["copy"], indirect=True)  # of two copies the other one would be taken
 def test_what_is_damaged_on_a_disk_is_not_restored(settings: dict[str, Any], nodes: Nodes) -> None:
-    if settings["redundancy"] != "copy":
-        pytest.skip("another copy would be taken")
     save(settings, 1, 2)
     lose_memory(nodes, *range(SIZE))
 

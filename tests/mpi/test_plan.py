@@ -48,7 +48,7 @@ def test_so_are_those_of_memory_and_disk_where_copies_are_on_disks(
     options: dict[str, Any], root: Path, scheme: str
 ) -> None:
     if SIZE < 3:
-        pytest.skip("xor:3 needs three nodes")
+        pytest.skip("runs on 3 ranks and more")
     disk = Path(disk_of(RANK, root))
     with Checkpointer(redundancy=scheme, copies=str(disk), **options) as ckpt:
         for step in (1, 2):
