@@ -79,7 +79,8 @@ def test_the_ranks_of_a_communicator_save_and_restore_together(shm: Path, how: s
 @pytest.mark.parametrize("how", ["none", "halves"])
 def test_a_trainer_may_use_open_mpi_while_couriers_use_mpich(shm: Path, how: str) -> None:
     command, names = by_open_mpi(4, words(OPEN_MPI / "python", how))
-    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    # The nodes that are emulated here have no memory in common, in which ranks of one host keep their secret.
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "MLFLASH_TOKEN": "of this test"}
     found = printed(run((command, {**os.environ, **names}), shm))
     assert all(line["partners"] and line["mpi"].startswith("MPICH ") for line in found.values())
     library = str(OPEN_MPI.parent / "lib/libmpi.so.40")
