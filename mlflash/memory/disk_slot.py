@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ..errors import CorruptSlot
+from ..errors import CorruptSlot, MlflashError, text_of
 from ..state.layout import CHECK_NBYTES, PAGE_NBYTES, Extents, round_up
 from .node_directory import NodeDirectory
 from .slot import HEADER_NBYTES, Header, Incoming, Slot, Use, unpack
@@ -44,24 +44,24 @@ class Disk:
         self.directory, self.problem = directory, ""
         self.lanes = deque(aligned(PAGE_NBYTES) for _ in range(_LANES))  # free buffers
 
-    def fail(self, error: OSError) -> None:
+    def fail(self, error: OSError | MlflashError) -> None:
         """Note that the disk cannot be used any more."""
         if not self.problem:
-            self.problem = error.strerror or str(error)
+            self.problem = getattr(error, "strerror", None) or text_of(error)
             log.warning("%s is not used any more (%s): from the next save on, the copies that this rank holds are in "
                         "memory", self.directory.path, self.problem)  # fmt: skip
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Let an error of the disk end a block, and note it."""
+        """Let an error of the disk end a block, and note it. The directory has its own errors for some of them."""
         try:
             yield
-        except OSError as error:
+        except (OSError, MlflashError) as error:
             self.fail(error)
 
 
 class DiskFile:
-    """An open slot file on a disk. Its methods raise OSError.
+    """An open slot file on a disk. Its methods raise OSError; opening it, what `NodeDirectory.open` raises, too.
 
     Args:
         name: of the file; "": a new one.
