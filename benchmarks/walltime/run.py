@@ -38,7 +38,7 @@ from mlflash.tools.demo_train import GPT
 HEADS, DEPTH, LENGTH, BATCH = 4, 5, 64, 4
 PER_PARAMETER = 12  # bytes: the parameter, and two moments of Adam
 EAGER, LAZY, ASYNC, SYNC = "mlflash", "mlflash, until=", "dcp.async_save", "torch.save"
-LIGHT = "mlflash, light=9"
+LIGHT = "mlflash, light=9, until="
 WARM_UP = 1
 TIMEOUT_S = 60.0
 
@@ -127,7 +127,7 @@ def ways_of(
             OFF: (training, lambda step: None, lambda: None),
             EAGER: (training, lambda step: eager.save(step, training.state), eager.wait),
             LAZY: (training, lambda step: lazy.save(step, training.state, until=training.optimizer), lazy.wait),
-            LIGHT: (lightly, lambda step: light.save(step, lightly.state), light.wait),
+            LIGHT: (lightly, lambda step: light.save(step, lightly.state, until=lightly.optimizer), light.wait),
             ASYNC: (training, pytorch.save, pytorch.wait),
             SYNC: (training, lambda step: torch.save(training.tensors(), folder / f"{step % 2}.pt"), lambda: None),
         }

@@ -27,14 +27,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import xxhash
 
 from ..config import LIGHT_MARGIN, history_of_light
 from ..errors import CorruptSlot, SaveFailed, StepNotFound, WorldSizeChanged, text_of
 from ..memory.inventory import WantedStep
 from ..memory.node_directory import LIGHT
-from ..save.lazy_saves import Memory, local
-from ..save.repeated_steps import Shadow, Step, Tape, digest, optimizers_in, repeat, tensors_of
+from ..save.deferred_copies import Computed
+from ..save.lazy_saves import Memory, is_worth_deferring, local
+from ..save.repeated_steps import Digest, Shadow, Step, Tape, optimizers_in, repeat, tensors_of
 from ..save.snapshot import Snapshot, has_committed
 from ..state.flatten import Flattener
 from ..state.leaves import Entry, Flat, Structure, as_bytes
@@ -48,6 +50,7 @@ log = logging.getLogger("mlflash")
 
 _TRIES = 3  # light saves that may fail before all saves are whole
 _ONCE, _FOR_GOOD = "it cannot be light, and the next save is whole", "no save can be light, and all are whole now"
+_AFTER, _NOT_YET = "after", 0  # name of the leaf with the digest after the steps, and what it has until it is made
 _NO_OPTIMIZER = "no torch optimizer is in the state"
 
 
@@ -88,7 +91,7 @@ class LightSaves:
         self._since: int | None = None  # saves since the last whole one; None: there is none, or none after a failure
         self._base: Snapshot | None = None  # the whole save, until it is known how it ended
         self._last: Snapshot | None = None  # the last light save
-        self._before: tuple[int, int] | None = None  # step and digest of the save before
+        self._before: tuple[int, Digest] | None = None  # step and digest of the save before
         self._owned: _Owned | None = None
         self._failures = 0  # light saves that failed one after the other
 
@@ -99,15 +102,17 @@ class LightSaves:
             self._leave()
             return self._whole._saves.save(step, state, until)
         tape = self._follow(state)
-        now, light = (step, digest(tape.optimizers, step)), None
+        digest, light = Digest(tape.optimizers, step), None
         if self._since is not None:
-            light = self._last = self._save_light(state, tape, now)
+            light = self._last = self._save_light(step, state, tape, digest, until is not None)
+        if light is None or light.later is None:
+            digest.make()  # nothing else does before weights change
         if self._shadow is not None and not tape.problem():
             self._check(tape.steps)
         elif self._shadow is not None:  # it lacks steps now: another one begins at the next whole save
             self._shadow, self._checks = None, True
         tape.clear()  # the next light save continues from here
-        self._before = now
+        self._before = step, digest
         if is_due:
             self._margin = 0 if light is None else min(LIGHT_MARGIN, self._most)  # steps are not lost meanwhile
             self._since, self._base = 0, self._whole._saves.save(step, state, until)
@@ -143,18 +148,20 @@ class LightSaves:
             self._tape, self._before, self._owned = Tape(optimizers), None, None
         return self._tape
 
-    def _save_light(self, state: Any, tape: Tape, now: tuple[int, int]) -> Snapshot:
-        step, digest_now = now
+    def _save_light(self, step: int, state: Any, tape: Tape, digest: Digest, is_lazy: bool) -> Snapshot:
+        is_lazy, lazy = is_lazy and self.lane._saves.lazy.hears(tape.optimizers), None
         try:
-            flat, why = self._take_apart(state, tape, digest_now)
+            flat, why = self._take_apart(state, tape, _NOT_YET if is_lazy else digest.value)
+            if flat is not None and is_lazy:
+                lazy = _deferred(flat, digest, with_gradients=tape.keeps_gradients)
         except Exception as error:  # of an object in the state, or of an optimizer
             flat, why = None, text_of(error)
         if flat is None:
             is_for_good = why in (_NO_OPTIMIZER, self._inexact, tape.why_not)
             return self.lane._saves.fail(step, SaveFailed(f"{_FOR_GOOD if is_for_good else _ONCE}: {why}"))
-        return self.lane._saves.save_flat(step, flat)
+        return self.lane._saves.save_flat(step, flat, lazy)
 
-    def _take_apart(self, state: Any, tape: Tape, digest_now: int) -> tuple[Flat | None, str]:
+    def _take_apart(self, state: Any, tape: Tape, after: int) -> tuple[Flat | None, str]:
         """Give what a light save has, taken apart; or None, and why there is none."""
         why = _NO_OPTIMIZER if not tape.optimizers else self._inexact or tape.problem()
         if why or self._before is None:
@@ -163,10 +170,10 @@ class LightSaves:
         known, owned = self._owned, self._owned_in(flat, tape)
         if known is not None and owned.around != known.around:
             return None, "the structure of the state has changed"
-        names = owned.names
+        names, (step_before, before) = owned.names, self._before
         return self._content_flattener.flatten({
-            "before": list(self._before), "after": digest_now, "structure": owned.digest, "around": owned.around,
-            "plain": json.dumps(flat.plain),
+            _AFTER: np.array([after]), "before": [step_before, before.value],
+            "structure": owned.digest, "around": owned.around, "plain": json.dumps(flat.plain),
             "steps": [{"optimizer": s.optimizer, "groups": s.groups, "scaler": s.scaler} for s in tape.steps],
             "grads": {str(number): {names[id(p)]: grad for p, grad in _pairs(s, tape.optimizers) if grad is not None}
                       for number, s in enumerate(tape.steps)},
@@ -257,12 +264,12 @@ class LightSaves:
                 except (WorldSizeChanged, StepNotFound) as error:
                     log.warning("step %d cannot be made again: %s", step, error)
                     break
-                follows = found["before"] == [reached, digest(tape.optimizers, reached)]
+                follows = found["before"] == [reached, Digest(tape.optimizers, reached).value]
                 if not ranks.all_of(follows and self._owned_now(state).around == found["around"]):
                     break
                 self._make(found, tape.optimizers)
                 is_as_saved = (
-                    digest(tape.optimizers, step) == found["after"]
+                    Digest(tape.optimizers, step).value == found[_AFTER]
                     and self._owned_now(state).digest == found["structure"]
                 )
                 if not ranks.all_of(is_as_saved):
@@ -272,7 +279,7 @@ class LightSaves:
                 self._fill(state, reached, content)
         saves.undefined = ""
         saves.last_step = reached
-        self._before = reached, digest(tape.optimizers, reached)
+        self._before = reached, Digest(tape.optimizers, reached).make()
         if reached != base and not ranks.rank:
             log.info("made the steps after %d again, up to step %d", base, reached)
         return reached, True
@@ -322,6 +329,18 @@ class LightSaves:
         if self._tape is not None:
             self._tape.close()
         self._tape = self._shadow = None
+
+
+def _deferred(flat: Flat, digest: Digest, with_gradients: bool) -> dict[int, Any]:
+    """What of a light save is copied later, see `Staging.copy`: the digest after the step, and gradients."""
+    deferred: dict[int, Any] = {}
+    for number, entry in enumerate(flat.structure.entries):
+        value = flat.values[number]
+        if entry.name == _AFTER:
+            deferred[number] = Computed(lambda: np.array([digest.value]), digest.weights)
+        elif with_gradients and entry.name.startswith("grads.") and is_worth_deferring(value):
+            deferred[number] = value
+    return deferred
 
 
 class _Owned:

@@ -8,6 +8,7 @@ or other bytes than were noted (`SampledBytes`). Then the save fails: no torn co
 from __future__ import annotations
 
 import collections
+import dataclasses
 import sys
 import threading
 import time
@@ -33,6 +34,14 @@ _CHANGED = (
     "hear of steps in a CUDA graph or in another program): call wait_staged() before you change it, or save "
     "without until= (MLFLASH_LAZY=0)"
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """A leaf, an array, that is computed while training goes on; until then, ``watched`` tensors must not change."""
+
+    value: Callable[[], np.ndarray]
+    watched: Sequence[Any]
 
 
 class DeferredCopies:

@@ -73,6 +73,10 @@ class LazySaves:
             self._say(self._leaves.why)
         return leaves
 
+    def hears(self, optimizers: Iterable[Any]) -> bool:
+        """Whether copies may last until the next step of these: it can be heard, and no copy came too late before."""
+        return self._is_on and not self._was_changed and not _why_unheard(optimizers)
+
     def begin(self, later: DeferredCopies) -> None:
         """Make any optimizer's next step wait for copies."""
         later.tell_changed = self._note_changed
@@ -122,8 +126,8 @@ class LazyLeaves:
             if not is_torch_optimizer(optimizer):
                 raise StateError("until= needs torch optimizers: mlflash does not hear the steps of others",
                                  found=type(optimizer))  # fmt: skip
-        if HOOK.is_passed_by:
-            self.why = "steps of an optimizer run without hooks"
+        if why := _why_unheard(optimizers):
+            self.why = why
             return {}
         if flat.structure is self._structure and optimizers == self._optimizers:
             owned = {n: owner.tensor for n, owner in self._owners.items() if owner.is_where_it_was(flat.values[n])}
@@ -136,11 +140,8 @@ class LazyLeaves:
         return {number: tensor for number, tensor in owners if tensor is not None}  # some are made only for this call
 
     def _find_owners(self, flat: Flat, until: Until) -> dict[int, _Owner]:
-        lazy = [(number, value) for number, value in enumerate(flat.values) if _is_lazy(value)]
+        lazy = [(number, value) for number, value in enumerate(flat.values) if is_worth_deferring(value)]
         self.why = ""
-        if any(group.get("capturable") for optimizer in until.optimizers for group in optimizer.param_groups):
-            self.why = "capturable=True: a CUDA graph may replay the optimizer's steps, and then no hook runs"
-            return {}
         of_optimizers = (tensor for optimizer in until.optimizers for tensor in _tensors_of(optimizer))
         memory = Memory(itertools.chain(of_optimizers, map(local, until.owned())))
         owners = ((number, value, memory.owner_of(value)) for number, value in lazy)
@@ -148,6 +149,15 @@ class LazyLeaves:
         if lazy and not owned:
             self.why = _NONE_OWNED
         return owned
+
+
+def _why_unheard(optimizers: Iterable[Any]) -> str:
+    """Why a step of these may not be heard; "": it is."""
+    if HOOK.is_passed_by:
+        return "steps of an optimizer run without hooks"
+    if any(group.get("capturable") for optimizer in optimizers for group in optimizer.param_groups):
+        return "capturable=True: a CUDA graph may replay the optimizer's steps, and then no hook runs"
+    return ""
 
 
 class _Owner:
@@ -216,7 +226,8 @@ def nbytes_of(tensor: Any) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
-def _is_lazy(value: Any) -> bool:
+def is_worth_deferring(value: Any) -> bool:
+    """Whether a leaf is a tensor that can be copied later, and is large enough for that."""
     torch = sys.modules["torch"]
     if not isinstance(value, torch.Tensor) or value.is_inference() or value.is_conj() or value.is_neg():
         return False

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -88,6 +89,13 @@ def _held_by(optimizers: Iterable[Any]) -> Iterator[Any]:
                 yield from (values[name] for name in sorted(values) if isinstance(values[name], torch.Tensor))
 
 
+def _memory_of(tensor: Any) -> Any:
+    """A weak reference to a tensor's memory: as long as there is one, no other memory is equal to it."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())
+
+
 class _Mark:
     """How some tensors are at a moment: where they are, their versions, which PyTorch counts, and some elements.
 
@@ -138,6 +146,8 @@ class Tape:
         self._not_now = ""  # why those since `clear` cannot be repeated
         self._are_changed: bool | None = None  # whether something changes gradients that were noted; None: unknown
         self._noted: list[tuple[_Mark, bool]] = []  # those of each of `steps`, and whether they are copied
+        self._memory: dict[int, set[Any]] = {}  # of the gradients of each optimizer's last step: weak references
+        self._reuses_memory = False  # whether gradients were in the memory of those of the step before
         self._last = _Mark(())
         self._weights = self._look()
         self._between: list[tuple[_Mark, _Mark]] = []  # weights after a save or a step, and before the next step
@@ -174,6 +184,11 @@ class Tape:
         if self._problem is None:
             self._problem = self._find_problem()
         return self._problem
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether nothing changes the noted gradients before the next step: backward makes others elsewhere."""
+        return not self._reuses_memory or all(is_copied for _, is_copied in self._noted)
 
     def _find_problem(self) -> str:
         changed = [is_copied for grads, is_copied in self._noted if not grads.is_as(grads.now)]
@@ -219,6 +234,10 @@ class Tape:
         is_copied = self._are_changed is not False  # optimizers change them, too
         grads = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
         self._noted.append((_Mark(grads), is_copied))
+        parts = itertools.chain.from_iterable(map(_parts_of, grads))
+        memory = {_memory_of(part) for part in parts if not part.is_sparse}
+        self._reuses_memory |= not memory.isdisjoint(self._memory.get(step.optimizer, ()))
+        self._memory[step.optimizer] = memory
         for group in optimizer.param_groups:
             step.groups.append({name: self._setting(value) for name, value in group.items() if name != "params"})
             step.grads.append([self._grad(each.grad, is_copied) for each in group["params"]])
@@ -338,31 +357,50 @@ def _bits(tensor: Any) -> Any:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def digest(optimizers: Iterable[Any], seed: int) -> int:
+class Digest:
     """A checksum of all bits of the weights, and of some elements of what optimizers hold besides. Not collective.
-
-    It has 63 bits, and is 0 if they hold tensors that light saves do not know.
 
     Args:
         seed: chooses the elements.
+
+    Attributes:
+        weights: must not change until `value` is there.
     """
-    optimizers = list(optimizers)
-    try:
-        views = _samples(list(tensors_of(optimizers)), seed)
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        weights = [part for group in groups for parameter in group["params"] for part in _parts_of(parameter)]
-    except StateError:
-        return 0
-    hasher, on_devices = xxhash.xxh3_64(), list[Any]()
-    for weight in weights:
-        raw = weight.detach().contiguous().reshape(-1).view(sys.modules["torch"].uint8)
-        if raw.device.type == "cpu":
-            hasher.update(raw.numpy().data)
-        else:
-            on_devices.append(_checksum(raw))
-    for elements in [*on_devices, *(of_kind for _, of_kind in sorted(_joined(views).items(), key=str))]:
-        hasher.update(elements.cpu().numpy().tobytes())
-    return hasher.intdigest() >> 1
+
+    def __init__(self, optimizers: Iterable[Any], seed: int):
+        optimizers = list(optimizers)
+        self.weights: list[Any] = []
+        self._on_devices: list[Any] = []  # made by then, in the order of what devices are given
+        self._lock, self._value = threading.Lock(), 0
+        try:
+            views = _samples(list(tensors_of(optimizers)), seed)
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            weights = [part for group in groups for parameter in group["params"] for part in _parts_of(parameter)]
+        except StateError:
+            return
+        for weight in weights:
+            (self.weights if weight.device.type == "cpu" else self._on_devices).append(weight)
+        self._on_devices = [*map(_checksum, map(_bits, self._on_devices)),
+                            *_joined(dict(sorted(views.items(), key=lambda item: str(item[0])))).values()]  # fmt: skip
+
+    @property
+    def value(self) -> int:
+        """It has 63 bits, and is 0 if optimizers hold tensors that light saves do not know."""
+        self.make()
+        return self._value
+
+    def make(self) -> Digest:
+        """Make the checksum, unless it is made; any thread may. Weights may be changed again then."""
+        with self._lock:
+            if self._on_devices:
+                hasher = xxhash.xxh3_64()
+                for weight in self.weights:
+                    hasher.update(_bits(weight).numpy().data)
+                for elements in self._on_devices:
+                    hasher.update(elements.cpu().numpy().tobytes())
+                self._value = hasher.intdigest() >> 1
+                self.weights, self._on_devices = [], []
+        return self
 
 
 _PIECE = 1 << 22  # elements that have factors of their own
@@ -384,19 +422,20 @@ _Kind = tuple[Any, Any]  # device and dtype of tensors
 
 def _samples(tensors: Sequence[Any], seed: int) -> dict[_Kind, list[Any]]:
     """Some elements of some tensors, which ``seed`` chooses: views of one dimension."""
-    stride = -(-len(tensors) // _MOST) or 1
+    apart = -(-len(tensors) // _MOST) or 1
     views: dict[_Kind, list[Any]] = {}
-    for number in range(seed % stride, len(tensors), stride):
+    for number in range(seed % apart, len(tensors), apart):
         row, place = tensors[number].detach(), seed * 2654435761 + number * 40503
-        if not row.numel():
+        if not (length := row.numel()):
             continue
-        if row.is_contiguous():
-            row = row.view(-1)
-        while row.dim() > 1:
-            row = row[place % len(row)]
-        count = min(_SAMPLED, len(row))
-        begin = place % (len(row) - count + 1)
-        views.setdefault((row.device, row.dtype), []).append(row[begin : begin + count])
+        stride = 1
+        if not row.is_contiguous():
+            while row.dim() > 1:
+                row = row[place % row.shape[0]]
+            length, stride = row.numel(), row.stride(0)
+        count = min(_SAMPLED, length)
+        begin = row.storage_offset() + place % (length - count + 1) * stride
+        views.setdefault((row.device, row.dtype), []).append(row.as_strided((count,), (stride,), begin))
     return views
 
 

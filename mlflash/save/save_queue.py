@@ -39,7 +39,7 @@ from ..memory.slot import Slot
 from ..protect.deduplication import Piece, Plan, ShareableLeaf, digests, replica_nbytes, shareable
 from ..state.flatten import Flattener, flatten_or_none
 from ..state.leaves import Flat
-from .deferred_copies import DeferredCopies
+from .deferred_copies import Computed, DeferredCopies
 from .lazy_saves import LazySaves, Until
 from .snapshot import Snapshot
 from .stage import NOTHING, StagedState, StagedStates, Staging, copy_to_host, has_room
@@ -72,13 +72,13 @@ class SaveQueue:
     def save(self, step: int, state: object, until: object = None) -> Snapshot:
         """Stage a state and post the rest; see `Checkpointer.save`."""
         self.reservations.wait()
-        snapshot = self._save(step, lambda save: self._fill(save, self._flattener.flatten(state), until))
+        snapshot = self._save(step, lambda save: self._fill_from(save, state, until))
         self.after_save(snapshot)
         return snapshot
 
-    def save_flat(self, step: int, flat: Flat) -> Snapshot:
-        """Stage a state that was taken apart, and post the rest."""
-        return self._save(step, lambda save: self._fill(save, flat))
+    def save_flat(self, step: int, flat: Flat, lazy: Mapping[int, Any] | None) -> Snapshot:
+        """Stage a state that was taken apart, and post the rest; ``lazy``: what of it is copied later, see `_fill`."""
+        return self._save(step, lambda save: self._fill(save, flat, lazy))
 
     def fail(self, step: int, why: MlflashError) -> Snapshot:
         """Let a save fail on all ranks, because this rank cannot save what they save."""
@@ -227,10 +227,14 @@ class SaveQueue:
             )
         self.last_step = step
 
-    def _fill(self, save: PendingSave, flat: Flat, until: object = None) -> None:
+    def _fill_from(self, save: PendingSave, state: object, until: object) -> None:
+        flat = self._flattener.flatten(state)
+        self._fill(save, flat, None if until is None else self.lazy.find(flat, until))
+
+    def _fill(self, save: PendingSave, flat: Flat, lazy: Mapping[int, Any] | None = None) -> None:
+        """Stage a state; ``lazy``: what of it is copied later; None: training must not go on before it is copied."""
         check_torch_rank(self._ranks.rank, self._ranks.size, self._ranks.torch_group)
         request = save.request
-        lazy = NOTHING if until is None else self.lazy.find(flat, until)
         if self._is_growing and self._config.when_busy == "skip":
             request.skip = True
             return
@@ -248,12 +252,15 @@ class SaveQueue:
         reach("stage.begun")
         request.lease = taken[0].lease
         if request.plan is not None and has_room(request.plan, *taken):
-            request.inode, request.checks = self._stage(save, flat, taken, lazy)
+            request.inode, request.checks = self._stage(save, flat, taken, lazy or NOTHING)
             return
+        for number, leaf in (lazy or NOTHING).items():
+            if isinstance(leaf, Computed):  # it is copied with the others now
+                flat.values[number] = leaf.value()
         request.waits_for_room, self._growing = True, save
         # A save without until= returns when the courier has everything. The courier then commits it even without the
         # trainer.
-        if until is not None and self._config.lazy and (copied := self._copy_to_host(flat)) is not None:
+        if lazy is not None and self._config.lazy and (copied := self._copy_to_host(flat)) is not None:
             flat, save.is_copied = copied, True
         if not settled:
             request.is_unsettled = True

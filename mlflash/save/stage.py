@@ -40,7 +40,7 @@ from ..state.leaves import (
     kept_bytes,
     live_bytes,
 )
-from .deferred_copies import LARGE_NBYTES, DeferredCopies, DeviceCopies, SampledBytes, Work
+from .deferred_copies import LARGE_NBYTES, Computed, DeferredCopies, DeviceCopies, SampledBytes, Work
 from .lazy_saves import LazySaves, Until
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -145,7 +145,8 @@ class Staging:
 
         Args:
             share: gets this rank's share of what it holds like others.
-            lazy: numbers of the leaves that are copied later, each with the optimizer's tensor that contains it.
+            lazy: numbers of the leaves that are copied later, each with the optimizer's tensor that contains it, or how
+                it is computed then.
 
         Returns:
             The checksums of the pieces of other shares, once everything is copied; and what is copied later, or None.
@@ -165,7 +166,7 @@ class Staging:
         slot.view[PAGE_NBYTES : PAGE_NBYTES + len(planned.manifest)] = np.frombuffer(planned.manifest, dtype=np.uint8)
         if share is not None:  # the host copies and checks leaves that are cut
             shared, entries = planned.layout.is_shared, planned.layout.entries
-            lazy = {n: owner for n, owner in lazy.items() if owner.device.type == "cpu" or not shared(entries[n])}
+            lazy = {n: owner for n, owner in lazy.items() if not shared(entries[n]) or owner.device.type == "cpu"}
         copy_plan = self._copy_plan(planned, slot, share, flat)
         copy_plan.sort_leaves(flat, frozenset(lazy))
         copy_plan.copy(flat.values)
@@ -173,7 +174,7 @@ class Staging:
             copy_plan.read_back(flat)
             self._copied = planned.layout
         samples = SampledBytes() if lazy else None
-        later, transfers = ([], []) if samples is None else copy_plan.begin(flat.values, samples)
+        later, transfers = ([], []) if samples is None else copy_plan.begin(flat.values, lazy, samples)
         checks: dict[Piece, int] = {}
         if share is not None:
             for leaf, work in _pieces_of(flat, planned, share, checks, lazy, samples):
@@ -186,7 +187,11 @@ class Staging:
             return checks, None
         samples.note()
         names = flat.structure.entries
-        watched = ((names[n].name, tensor) for n, owner in lazy.items() for tensor in (flat.values[n], owner))
+        watched = [
+            (names[n].name, tensor)
+            for n, owner in lazy.items()
+            for tensor in (owner.watched if isinstance(owner, Computed) else (flat.values[n], owner))
+        ]
         copies = DeferredCopies(later, transfers, watched, self._timeout_s, samples)
         for segment in copy_plan.segments:
             segment.writers.append(copies)
@@ -325,13 +330,17 @@ class CopyPlan:
             if not transfer.wait(self._timeout_s):
                 raise SaveFailed(f"a device did not finish its copies within {self._timeout_s:g} s")
 
-    def begin(self, values: list[Any], samples: SampledBytes) -> tuple[list[Work], list[DeviceCopies]]:
+    def begin(
+        self, values: list[Any], lazy: Mapping[int, Any], samples: SampledBytes
+    ) -> tuple[list[Work], list[DeviceCopies]]:
         """Begin what is copied later; return the pieces still to be copied, and the copies that devices are making.
 
         Both use the places where the bytes are now, because a parameter may get other memory meanwhile (FSDP does
         that).
         """
         pieces: list[Work] = []
+        for number, target in self._later.arrays:
+            pieces.append(functools.partial(_compute, target, lazy[number]))
         for number, _, raw in self._later.large:
             live = kept_bytes(values[number].detach())
             samples.add(self.layout.entries[number].name, live, raw)
@@ -420,6 +429,10 @@ class _Kinds:
 def _in_pieces(target: np.ndarray, source: np.ndarray) -> list[Work]:
     parts = (slice(at, at + _PIECE_NBYTES) for at in range(0, target.nbytes, _PIECE_NBYTES))
     return [functools.partial(np.copyto, target[part], source[part]) for part in parts]
+
+
+def _compute(target: np.ndarray, leaf: Computed) -> None:
+    np.copyto(target, leaf.value())
 
 
 def _copy_together(targets: list[Any], values: list[Any]) -> None:

@@ -396,6 +396,7 @@ def main() -> int:
     parser.add_argument("--elastic", action="store_true", help="no node waits: fewer ranks train on, and more later")
     parser.add_argument("--light", type=int, default=0, help="so many saves between two whole ones are light")
     parser.add_argument("--waits", action="store_true", help="each step waits until its save has committed")
+    parser.add_argument("--until", action="store_true", help="saves copy until the optimizer steps")
     parser.add_argument("--optimizer", default="AdamW", choices=["AdamW", "fused", "SGD"])
     parser.add_argument("--slurm", action="store_true", help="each training is a job of a real Slurm on these nodes")
     parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each fault; what went wrong beside")
@@ -403,7 +404,7 @@ def main() -> int:
     kinds = {kind: weight for kind, weight in KINDS.items() if not args.kinds or kind in args.kinds}
     folder = Path(tempfile.mkdtemp(prefix="kept-campaign-", dir="/var/tmp"))
     expected = [] if args.elastic else reference(folder, args.ranks, args.last, args.model, args.optimizer)
-    more = {"optimizer": args.optimizer, "waits": args.waits}
+    more = {"optimizer": args.optimizer, "waits": args.waits, "until": args.until}
     results: list[dict[str, Any]] = []
     number = 0
     while len(results) < args.faults:

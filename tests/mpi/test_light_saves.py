@@ -58,6 +58,7 @@ class Training:
                       "rng": mlflash.rng(), "seen": [0]}  # fmt: skip
         self.in_steps = lambda step: None  # called with each number, after its step of the optimizer
         self.sets_to_none = True
+        self.until: Any = None  # what saves get
 
     def step(self, number: int) -> None:
         for _ in range(2):  # gradients are accumulated
@@ -76,7 +77,7 @@ class Training:
         for number in range(first, last + 1):
             self.step(number)
             if ckpt is not None:
-                ckpt.save(number, self.state)
+                ckpt.save(number, self.state, until=self.until)
         if ckpt is not None:
             ckpt.wait()
         return self
@@ -118,12 +119,14 @@ def check_restored(settings: dict[str, Any], step: int, make: Callable[[], Train
         assert again.bits() == make().train(None, 1, step).bits()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "waits"), [*((name, False) for name in OPTIMIZERS), ("AdamW", True),
+                                             ("AdamW, fused", True), ("SGD, nesterov, for each", True)])  # fmt: skip
 def test_the_newest_step_comes_back_and_goes_on_with_the_same_bits(
-    settings: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
+    settings: dict[str, Any], name: str, waits: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make = OPTIMIZERS[name]
-    interrupted(settings, 9, Training(make))
+    make, first = OPTIMIZERS[name], Training(OPTIMIZERS[name])
+    first.until = first.optimizer if waits else None
+    interrupted(settings, 9, first)
     assert "be light" not in said(caplog)
     again = Training(make)
     with Checkpointer(**settings) as ckpt:
@@ -146,6 +149,43 @@ def test_a_fused_step_that_unscales_gradients_is_repeated(
     interrupted(settings, 9, training())
     assert "be light" not in said(caplog)
     check_restored(settings, 9, training)
+
+
+@pytest.mark.parametrize("kind", ["of a step", "zeroed", "in buckets", "sharded"])
+def test_gradients_are_copied_while_training_goes_on_unless_it_changes_them(
+    settings: dict[str, Any], process_group: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:  # fmt: skip
+    def made() -> Training:
+        training = Training()
+        net: Any = nn.Sequential(nn.Linear(16, 1024), nn.Linear(1024, 64 * SIZE), nn.Linear(64 * SIZE, 4))
+        if kind == "in buckets":
+            net = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
+        elif kind == "sharded":
+            fully_shard(net)
+        training.net, training.sets_to_none = net, kind != "zeroed"
+        training.optimizer = training.until = OPTIMIZERS["AdamW"](net.parameters())
+        training.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(training.optimizer, 100)
+        training.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=kind != "sharded")
+        training.state = {"net": net, "optimizer": training.optimizer, "schedule": training.schedule,
+                          "scaler": training.scaler, "rng": mlflash.rng(), "seen": [0]}  # fmt: skip
+        return training
+
+    deferred, found = light_saves._deferred, list[int]()
+
+    def count(*args: Any, **kwargs: Any) -> dict[int, Any]:
+        late: dict[int, Any] = deferred(*args, **kwargs)
+        found.append(len(late))
+        return late
+
+    monkeypatch.setattr(light_saves, "_deferred", count)
+    interrupted(settings, 12, made())
+    assert "be light" not in said(caplog)
+    assert min(found) >= 1 and (max(found[4:]) > 1) == (kind != "in buckets")  # one: the digest
+    again = made()
+    with Checkpointer(**settings) as ckpt:
+        assert ckpt.restore(again.state) == 12
+    assert again.bits() == made().train(None, 1, 12).bits()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -226,10 +266,13 @@ def zeroed() -> Training:
 
 
 @pytest.mark.parametrize("when", ["before it", "after the optimizer"])
+@pytest.mark.parametrize("waits", [False, True])
 def test_weights_that_something_else_changes_are_saved_whole(
-    settings: dict[str, Any], caplog: pytest.LogCaptureFixture, when: str
+    settings: dict[str, Any], caplog: pytest.LogCaptureFixture, when: str, waits: bool
 ) -> None:
-    interrupted(settings, 9, clamped(when))
+    training = clamped(when)
+    training.until = training.optimizer if waits else None
+    interrupted(settings, 9, training)
     assert "something other than the optimizer's step has changed weights" in said(caplog)
     again = Training()
     with Checkpointer(**settings) as ckpt:

@@ -5,6 +5,7 @@ its final state to OUT/end-RANK. Each process notes in OUT/waits-HOST-PID that i
 
 - ``kind`` of the model (ddp, compiled, fsdp, hsdp, tp), its ``device`` and ``dropout``, its ``optimizer``, ``settings``
   of the Checkpointer, ``pause`` seconds a step; ``waits``: each step waits for the commit of its save;
+  ``until``: saves copy until the optimizer steps, and weights are large enough for that;
 - ``die``: a list of rank, step and place, at each of which the process that has this rank kills itself once;
   ``die_in``: a list of rank and crash point of a recovery, at each of which it does so;
 - ``hang``: a list of rank and step, at each of which the process that has this rank waits for ever, once;
@@ -48,7 +49,7 @@ from mlflash.run.decider_link import decider, is_spare
 OUT, LAST = Path(sys.argv[1]), int(sys.argv[2])
 OPTIONS: dict[str, Any] = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
 KIND, DEVICE = OPTIONS.get("kind", "ddp"), OPTIONS.get("device", "cpu")
-WIDTH, BATCH, LATE_S = 32, 8, 8
+WIDTH, BATCH, LATE_S = 160 if OPTIONS.get("until") else 32, 8, 8
 OPTIMIZERS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
     "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
@@ -180,7 +181,7 @@ def train(ckpt: mlflash.Checkpointer, start: int) -> int:
         scaler.update()
         schedule.step()
         die(step, "save")
-        saved = ckpt.save(step, state)
+        saved = ckpt.save(step, state, until=optimizer if OPTIONS.get("until") else None)
         if OPTIONS.get("waits"):
             saved.wait()
         with (OUT / f"steps-{rank}").open("a") as file:

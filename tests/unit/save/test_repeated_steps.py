@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from mlflash.save.repeated_steps import Tape, _checksum, digest
+from mlflash.save.repeated_steps import Digest, Tape, _checksum
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda tensor: tensor,
@@ -84,7 +84,7 @@ def test_tensors_of_an_unknown_class_do_not_stop_the_training() -> None:
         stepped(weight, optimizer)
         assert "class that mlflash does not know" in tape.problem() and not tape.steps
         tape.clear()
-    assert digest([optimizer], 1) == 0
+    assert Digest([optimizer], 1).value == 0
 
 
 def test_a_checksum_on_a_device_sees_each_bit() -> None:
