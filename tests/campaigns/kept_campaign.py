@@ -315,11 +315,11 @@ class Job:
         return found
 
 
-def reference(folder: Path, ranks: int, last: int, model: str, optimizer: str) -> list[dict[int, str]]:
-    """The digest of each rank after each step of a training that nothing happens to."""
+def reference(folder: Path, ranks: int, last: int, **options: Any) -> list[dict[int, str]]:
+    """The digest of each rank after each step of a training that nothing happens to; ``options``: of the trainer."""
     out = folder / f"uninterrupted-{ranks}-{last}"
     out.mkdir()
-    uninterrupted(out, (ranks, last), digests="steps", kind=model, optimizer=optimizer)
+    uninterrupted(out, (ranks, last), digests="steps", **options)
     return [{int(step): digest for step, _, digest in
              (line.split(" ", 2) for line in (out / f"digests-{rank}").read_text().splitlines())}
             for rank in range(ranks)]  # fmt: skip
@@ -403,8 +403,8 @@ def main() -> int:
     args = parser.parse_args()
     kinds = {kind: weight for kind, weight in KINDS.items() if not args.kinds or kind in args.kinds}
     folder = Path(tempfile.mkdtemp(prefix="kept-campaign-", dir="/var/tmp"))
-    expected = [] if args.elastic else reference(folder, args.ranks, args.last, args.model, args.optimizer)
     more = {"optimizer": args.optimizer, "waits": args.waits, "until": args.until}
+    expected = [] if args.elastic else reference(folder, args.ranks, args.last, kind=args.model, **more)
     results: list[dict[str, Any]] = []
     number = 0
     while len(results) < args.faults:
