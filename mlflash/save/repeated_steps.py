@@ -364,24 +364,29 @@ class Digest:
         seed: chooses the elements.
 
     Attributes:
-        weights: must not change until `value` is there.
+        weights: those on the host, which must not change until `value` is there. Devices have begun by then.
     """
 
     def __init__(self, optimizers: Iterable[Any], seed: int):
         optimizers = list(optimizers)
         self.weights: list[Any] = []
-        self._on_devices: list[Any] = []  # made by then, in the order of what devices are given
+        self._seed, self._held, self._on_devices = seed, list[Any](), list[Any]()
         self._lock, self._value = threading.Lock(), 0
         try:
-            views = _samples(list(tensors_of(optimizers)), seed)
+            self._held = list(tensors_of(optimizers))
             groups = [group for optimizer in optimizers for group in optimizer.param_groups]
             weights = [part for group in groups for parameter in group["params"] for part in _parts_of(parameter)]
         except StateError:
             return
         for weight in weights:
             (self.weights if weight.device.type == "cpu" else self._on_devices).append(weight)
-        self._on_devices = [*map(_checksum, map(_bits, self._on_devices)),
-                            *_joined(dict(sorted(views.items(), key=lambda item: str(item[0])))).values()]  # fmt: skip
+        if self._on_devices:
+            self._on_devices = [*map(_checksum, map(_bits, self._on_devices)), *self._elements()]
+
+    def _elements(self) -> list[Any]:
+        views = _samples(self._held, self._seed)
+        self._held = []
+        return [*_joined(dict(sorted(views.items(), key=lambda item: str(item[0])))).values()]
 
     @property
     def value(self) -> int:
@@ -392,11 +397,11 @@ class Digest:
     def make(self) -> Digest:
         """Make the checksum, unless it is made; any thread may. Weights may be changed again then."""
         with self._lock:
-            if self._on_devices:
+            if self.weights or self._on_devices:
                 hasher = xxhash.xxh3_64()
                 for weight in self.weights:
                     hasher.update(_bits(weight).numpy().data)
-                for elements in self._on_devices:
+                for elements in self._on_devices or self._elements():
                     hasher.update(elements.cpu().numpy().tobytes())
                 self._value = hasher.intdigest() >> 1
                 self.weights, self._on_devices = [], []
