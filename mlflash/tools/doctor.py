@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import click
 
-from ..config import DISABLE, from_environment, slots_of
+from ..config import DISABLE, from_environment
 from ..errors import ConfigError, DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch, pip_install
 from ..launch.launcher_variables import launched
 from ..mpi.world import World, abort_all, find_comm, load_mpi
@@ -59,8 +59,9 @@ def doctor(need: int | None, redundancy: str | None, draining: bool, certify_aft
     try:
         environment = {**os.environ, DISABLE: ""}  # the check of the environment reports it
         settings = from_environment(environment, None, job="any", memory=memory, redundancy=redundancy, drain_every=0)
-        slots = slots_of(certify_after)
-        context = Context(settings, os.environ, launched(os.environ), need, slots + draining, slots, nodes,
+        settings = dataclasses.replace(settings, certify_after=certify_after or settings.certify_after)
+        context = Context(settings, os.environ, launched(os.environ), need, settings.own_slots + draining,
+                          settings.slots, nodes,
                           ranks_per_node, light, gradients)  # fmt: skip
     except (ConfigError, WorldMismatch) as error:
         raise click.UsageError(str(error)) from None

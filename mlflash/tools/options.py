@@ -46,6 +46,10 @@ certify_after_option = click.option(
     "--certify-after", type=click.IntRange(0), default=0, metavar="STEPS",
     help="Count the additional slots of a job with certify_after=STEPS.  [default: none]"
 )  # fmt: skip
+history_option = click.option(
+    "--history", type=click.IntRange(0), default=0, metavar="N",
+    help="Count the additional slots of a job with history=N.  [default: none]"
+)  # fmt: skip
 light_option = click.option(
     "--light", type=click.IntRange(0), default=0, metavar="N",
     help="Count the additional slots of a job with light=N.  [default: none]"

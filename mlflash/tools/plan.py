@@ -33,7 +33,15 @@ from ..state import layout
 from ..state.layout import ALIGN_NBYTES, PAGE_NBYTES, Extents, round_up
 from ..text import YEAR_S, many, show_bytes, show_seconds, show_share
 from . import completion
-from .options import BYTES, SECONDS, certify_after_option, draining_option, gradients_option, light_option
+from .options import (
+    BYTES,
+    SECONDS,
+    certify_after_option,
+    draining_option,
+    gradients_option,
+    history_option,
+    light_option,
+)
 from .output import new_table, print_answer
 
 if TYPE_CHECKING:
@@ -44,13 +52,36 @@ SCHEMES = ("none", "copy", "copy:2", "xor:4", "xor:8", "rs:6+2", "rs:8+2", "rs:8
 MOST_RANKS = 1 << 20
 _LATER_LOSSES = 64  # further nodes lost during one recovery; more of them count as not covered
 _FILE = click.Path(exists=True, dir_okay=False)
+_OF_TMPFS = 2  # /dev/shm has a half of a node's memory, unless it is mounted with another size
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A node that people have: its GPUs, and the bytes of their memory, of the host's memory and of local disks."""
+
+    gpus: int
+    gpu_nbytes: int
+    host_nbytes: int
+    disk_nbytes: int
+
+
+NODES = {
+    "dgx-h100": Node(8, 80 * 10**9, 2 * 10**12, 8 * 3840 * 10**9),
+    "dgx-h200": Node(8, 141 * 10**9, 2 * 10**12, 8 * 3840 * 10**9),
+    "dgx-b200": Node(8, 180 * 10**9, 2 * 10**12, 8 * 3840 * 10**9),
+    "gb200-tray": Node(4, 186 * 10**9, 2 * 480 * 10**9, 4 * 3840 * 10**9),
+    "nd-mi300x-v5": Node(8, 192 << 30, 1850 << 30, 1000 << 30),
+}
+"""docs/plan.md has the source of each figure."""
 
 
 @click.command()
 @click.option("--nodes", type=click.IntRange(1),
               help="Nodes of the job.  [default: those of --hosts, --report or --domains]")  # fmt: skip
 @click.option("--ranks-per-node", type=click.IntRange(1),
-              help="Ranks on each node.  [default: those of --report, or 8]")  # fmt: skip
+              help="Ranks on each node.  [default: those of --report or --node, or 8]")  # fmt: skip
+@click.option("--node", type=click.Choice([*NODES]),
+              help="Kind of each node. It gives --ranks-per-node, and half of its memory as --memory.")  # fmt: skip
 @click.option("--bytes", "nbytes", callback=BYTES,
               help="State of one rank, such as 12GiB or 80GB.  [default: that of --report]")  # fmt: skip
 @click.option("--alike", callback=BYTES,
@@ -63,6 +94,7 @@ _FILE = click.Path(exists=True, dir_okay=False)
               help="Show the chances if 1 to this many random nodes are lost at once.")  # fmt: skip
 @draining_option
 @certify_after_option
+@history_option
 @light_option
 @gradients_option
 @click.option("--on-disk", is_flag=True, help="Copies and parity are on a disk of each node (the setting copies).")
@@ -119,11 +151,15 @@ def _job(given: dict[str, Any], measured: dict[str, Any]) -> tuple[Job, list[str
         nbytes, alike = measured["nbytes"], measured["alike"] if given["alike"] is None else alike
     names, domains, notes = _places(given["nodes"] or measured.get("nodes"), given["domains"], given["slurm"],
                                     given["hosts"])  # fmt: skip
-    held = slots_of(given["certify_after"])
+    history, node = given["history"], NODES.get(given["node"])
+    slots = slots_of(given["certify_after"], history)
+    kept = slots if history and given["on_disk"] else 0
+    memory = given["memory"] or (None if node is None else node.host_nbytes // _OF_TMPFS)
     job = Job(
-        names, given["ranks_per_node"] or measured.get("ranks_per_node") or 8, nbytes,
-        domains.kinds if domains else (), tuple(map(domains.names, names)) if domains else (), given["memory"],
-        own_slots=held + given["draining"], copy_slots=held, alike_nbytes=alike,
+        names, given["ranks_per_node"] or measured.get("ranks_per_node") or (8 if node is None else node.gpus), nbytes,
+        domains.kinds if domains else (), tuple(map(domains.names, names)) if domains else (), memory,
+        own_slots=slots - history * bool(kept) + given["draining"], copy_slots=slots, kept_slots=kept,
+        host_nbytes=None if node is None else node.host_nbytes, alike_nbytes=alike,
         light=given["light"], gradients_nbytes=given["gradients"] or measured.get("gradients"),
         on_disk=given["on_disk"],
     )  # fmt: skip
@@ -256,7 +292,9 @@ def _introduction(job: Job, costs: Costs | None, compared: Sequence[SchemeCosts]
     if job.light:
         yield f"light saves: each rank and each copy has {job.light_slots} slots of {show_bytes(job.light_nbytes)} more"
     if job.on_disk:
-        yield f"copies and parity are on disks, with {show_bytes(max(p.disk_nbytes for p in compared))} a node at most"
+        own = f", and {job.kept_slots} own states of each rank" * bool(job.kept_slots)
+        most = max(p.disk_nbytes for p in compared)
+        yield f"copies and parity are on disks{own}, with {show_bytes(most)} a node at most"
     if job.alike_nbytes:
         yield f"{show_bytes(job.alike_nbytes)} of it is the same on all ranks: stored once on each node, and not sent"
     yield f"{show_bytes(max(p.spare_nbytes for p in compared))} more must be free on a node when slots are made"
@@ -281,8 +319,12 @@ def _table(job: Job, costs: Costs | None, compared: Sequence[SchemeCosts]) -> Ta
     columns |= {">a node": lambda p: show_bytes(p.memory_nbytes), ">x state": lambda p: f"{p.memory_per_state:.2f}"}
     if job.light:
         columns[">sent a save"] = lambda p: show_bytes(p.sent_nbytes)
+    if job.on_disk:
+        columns[">on disk"] = lambda p: show_bytes(p.disk_nbytes)
     if job.memory_nbytes is not None:
         columns["fits"] = lambda p: "yes" if p.fits else "no"
+    if job.host_nbytes is not None:
+        columns[">left"] = lambda p: show_bytes(max(0, (job.host_nbytes or 0) - p.memory_nbytes - p.spare_nbytes))
     for lost in compared[0].chances:
         columns[f">{lost} lost"] = lambda p, lost=lost: show_chance(p.chances[lost])  # type: ignore[misc]
     if costs is not None:
@@ -402,8 +444,10 @@ class Job:
     kinds: tuple[str, ...] = ()  # levels of failure domains, outermost first
     places: tuple[tuple[str, ...], ...] = ()  # the domain of each node at each level; empty: unknown
     memory_nbytes: int | None = None  # of a node, for checkpoints; None: unknown
-    own_slots: int = 2  # of each rank: a third if the job drains, and one or two more if it certifies steps
+    own_slots: int = 2  # of each rank in memory: a third if the job drains, one or two more if it certifies steps
     copy_slots: int = 2  # of each copy and each parity file: as many more if the job certifies steps
+    kept_slots: int = 0  # of each rank on a disk, if the history is there
+    host_nbytes: int | None = None  # memory of a node; None: unknown
     alike_nbytes: int = 0  # the part of ``nbytes`` that is the same on all ranks: stored once on each node
     light: int = 0  # saves between two whole ones that keep gradients only
     gradients_nbytes: int | None = None  # of a rank; None: a third of ``nbytes``
@@ -504,7 +548,7 @@ def node_nbytes(job: Job, placement: Placement) -> int:
 
 def disk_nbytes(job: Job, placement: Placement) -> int:
     """Count the bytes that copies and parity take on the disk of the node that needs most, if they are there."""
-    in_memory = dataclasses.replace(job, on_disk=False)
+    in_memory = dataclasses.replace(job, on_disk=False, own_slots=job.own_slots + job.kept_slots)
     return node_nbytes(in_memory, placement) - node_nbytes(job, placement)
 
 

@@ -150,6 +150,14 @@ def test_the_examples_of_the_page_are_real(tmp_path: Path, monkeypatch: pytest.M
             assert CliRunner().invoke(main, arguments).output == shown
 
 
+def test_a_kind_of_node_gives_ranks_memory_and_what_is_left() -> None:
+    given = ("--node", "gb200-tray", "--nodes", 2, "--bytes", "50GB", "--scheme", "copy")
+    in_memory, on_disk = plan(*given)["schemes"][0], plan(*given, "--on-disk")["schemes"][0]
+    assert (in_memory["fits"], on_disk["fits"]) == (False, True)
+    assert in_memory["memory_nbytes"] // 10**9 == 4 * 4 * 50 and on_disk["memory_nbytes"] // 10**9 == 4 * 2 * 50
+    assert "521.5 GiB" in run(*given, "--on-disk")  # of 960 GB
+
+
 def test_json_has_what_the_table_has() -> None:
     document = plan("--nodes", 64, "--bytes", "12GiB", "--memory", "300GiB", *FAILURES)
     asked = {"ranks_per_node": 8, "nbytes": 12 * GIB, "memory_nbytes": 300 * GIB, "alike_nbytes": 0, "own_slots": 2}
