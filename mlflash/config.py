@@ -26,6 +26,7 @@ from .placement import redundancy
 from .placement.topology import Node, this_node
 from .storage import canonical_json
 from .storage.store import is_url, without_file_scheme
+from .text import LIGHT
 
 DISABLE = "MLFLASH_DISABLE"
 """Environment name of the kill switch."""
@@ -150,8 +151,13 @@ class Config:
     )
     history: int = _setting(
         0,
-        "committed steps that memory keeps besides the newest, for `restore(before=)` and `load`. Each needs as much "
-        "memory as a slot and its redundancy",
+        "committed steps that are kept besides the newest, for `restore(before=)` and `load`. Each needs as much "
+        "memory as a slot and its redundancy. With `copies=` they are on disks, whole. [disk.md](disk.md)",
+        _NOT_NEGATIVE,
+    )
+    history_every_s: float = _setting(
+        0.0,
+        "`history` keeps at most one step in so many seconds. 0: each step",
         _NOT_NEGATIVE,
     )
     light: int = _setting(
@@ -242,13 +248,24 @@ class Config:
         return this_node(self.memory, self.node)
 
     @property
+    def keeps_on_disk(self) -> bool:
+        """Whether steps that are kept besides the newest are on disks, and not in memory."""
+        return bool(self.copies and self.history) and not self.job.endswith(LIGHT)
+
+    @property
     def slots(self) -> int:
-        """Number of slots that a rank has for its state; each copy has as many."""
+        """Number of slots that a rank has for each copy of a state that it holds."""
         return slots_of(self.certify_after, self.history)
 
     @property
+    def own_slots(self) -> int:
+        """Number of slots that a rank has in memory for its own state."""
+        return slots_of(self.certify_after, 0 if self.keeps_on_disk else self.history)
+
+    @property
     def slots_per_state(self) -> float:
-        return self.slots * (1 + (0 if self.copies else redundancy.parse(self.redundancy).overhead))
+        """Bytes of slots in memory for each byte of state."""
+        return self.own_slots + self.slots * (0 if self.copies else redundancy.parse(self.redundancy).overhead)
 
     @functools.cached_property
     def mark(self) -> int:

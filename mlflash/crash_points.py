@@ -28,6 +28,7 @@ POINTS = {
     "parity.arrived": "a coded block is in its place",
     "parity.received": "all parity of this rank is in place, and all heads, its header is not written",
     "parity.sealed": "the parity file is sealed",
+    "keep.sealed": "the own state, or its share, is on the disk of this node, too",
     "protect.sealed": "the own slot is sealed, all copies of and for this rank are in place",
     "commit.agreed": "all ranks agreed, no receipt is written",
     "commit.half_recorded": "the own slot has its receipt, the copies do not",

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from .errors import ConfigError
 
+LIGHT = "+light"
+"""After the name of a job: that of its light saves."""
+
 _BYTES = {
     "": 1, "B": 1,
     **{f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", 1)},

@@ -33,7 +33,6 @@ import xxhash
 from ..config import LIGHT_MARGIN, history_of_light
 from ..errors import CorruptSlot, SaveFailed, StepNotFound, WorldSizeChanged, text_of
 from ..memory.inventory import WantedStep
-from ..memory.node_directory import LIGHT
 from ..save.deferred_copies import Computed
 from ..save.lazy_saves import Memory, is_worth_deferring, local
 from ..save.repeated_steps import Digest, Shadow, Step, Tape, optimizers_in, repeat, tensors_of
@@ -42,6 +41,7 @@ from ..state.flatten import Flattener
 from ..state.leaves import Entry, Flat, Structure, as_bytes
 from ..state.manifest import encode_entries, encode_tree
 from ..state.rebuild import Filling
+from ..text import LIGHT
 
 if TYPE_CHECKING:
     from .checkpointer import Checkpointer
@@ -58,9 +58,9 @@ def add_to(whole: Checkpointer, comm: Any, process_group: Any, replicated: Any, 
     """Make the light saves of a Checkpointer. Collective over comm. The arguments are those of the Checkpointer."""
     config = whole._config
     settings = dataclasses.replace(
-        config, job=config.job + LIGHT, light=0, history=history_of_light(config.light), directory=None, drain_every=0,
-        certify_after=0, prefer_certified=False, check_values=0, reserve=0, when_busy="wait", strict=False,
-        metrics="", heartbeat=False,
+        config, job=config.job + LIGHT, light=0, history=history_of_light(config.light), history_every_s=0.0,
+        directory=None, drain_every=0, certify_after=0, prefer_certified=False, check_values=0, reserve=0,
+        when_busy="wait", strict=False, metrics="", heartbeat=False,
     )  # fmt: skip
     if isinstance(replicated, Mapping):
         replicated = {f"grads.*.{pattern}": ranks for pattern, ranks in replicated.items()}

@@ -35,12 +35,13 @@ class Certification:
     A step is certified when its own values passed their checks, training went on from it for enough steps, and nothing
     saved in between was suspect. One step is on trial at a time. So memory must hold this one, the certified one, and
     the newest. ``keeps``: a suspect step is dropped, not the one before. ``history``: how many more it holds, of those
-    that were committed before the newest.
+    that were committed before the newest and are to be kept; ``on_disk``: where these are, and not in memory.
     """
 
-    def __init__(self, after: int, keeps: bool, history: int = 0):
-        self._after, self._keeps = after, keeps
+    def __init__(self, after: int, keeps: bool, history: int = 0, on_disk: bool = False):
+        self._after, self._keeps, self._is_on_disk = after, keeps, on_disk
         self._history: collections.deque[Saved] = collections.deque(maxlen=history)  # before the newest
+        self._is_kept = False  # whether the newest is to be kept, too
         self.certified: Saved | None = None  # the newest certified attempt; None if there is none
         self._newest: Saved | None = None
         self._good: Saved | None = None  # the newest that is not suspect
@@ -50,14 +51,21 @@ class Certification:
     def found(self, earlier: Sequence[Saved]) -> None:
         """Note what earlier runs have committed, the newest first, if older steps are held."""
         if self._history.maxlen and earlier:
-            self._newest = earlier[0]
-            self._history.extend(reversed(earlier[1 : 1 + self._history.maxlen]))
+            first = 0 if self._is_on_disk else 1  # memory may have a newer one than the disks
+            if first:
+                self._newest, self._is_kept = earlier[0], True
+            self._history.extend(reversed(earlier[first : first + self._history.maxlen]))
             self._hold()
 
     def older(self) -> frozenset[Attempt]:
         """The attempts that are held whatever is saved or restored next."""
-        history = (*self._history, self._newest) if self._history.maxlen else ()
-        return frozenset(saved.attempt for saved in (self.certified, *history) if saved is not None)
+        newest = self._newest if self._is_kept else None
+        return frozenset(saved.attempt for saved in (self.certified, *self._history, newest) if saved is not None)
+
+    def history(self) -> frozenset[Attempt]:
+        """Those that nothing but the history holds."""
+        others = (self.certified, self._newest, self._tried)
+        return frozenset(saved.attempt for saved in self._history if saved not in others)
 
     @property
     def has_better(self) -> bool:
@@ -67,34 +75,49 @@ class Certification:
     def restored(self, saved: Saved, is_suspect: bool) -> None:
         """Note the step that was restored. Training goes on from it."""
         self._good = None if is_suspect else saved
-        self._newest, self._tried = saved, None
+        is_known = saved in self._history or (saved == self._newest and self._is_kept)
+        is_kept = bool(self._history.maxlen) and (is_known or not self._is_on_disk)
+        if self._newest is not None and saved.step > self._newest.step:
+            self._advance(saved, is_kept)
+        else:
+            self._newest, self._is_kept = saved, is_kept
+        self._tried = None
         self._hold()
 
-    def committed(self, saved: Saved, is_suspect: bool) -> Saved | None:
-        """Note a commit. Return the attempt that may be certified now, if all its values pass a check."""
+    def committed(self, saved: Saved, is_suspect: bool, is_kept: bool) -> Saved | None:
+        """Note a commit. Return the attempt that may be certified now, if all its values pass a check.
+
+        ``is_kept``: whether it is to be kept when there are newer ones.
+        """
         if is_suspect:
             self._tried = None
             if self.has_better:
                 self._newest = self._good
             else:
-                self._advance(saved)
+                self._advance(saved, is_kept)
             self._hold()
             return None
         if self._after and self._tried is None and self._newest is not None and self._newest == self._good:
             self._tried = self._newest
-        self._advance(saved)
+        self._advance(saved, is_kept)
         self._good = saved
         self._hold()
         due = self._tried is not None and saved.step - self._tried.step >= self._after
         return self._tried if due else None
 
-    def _advance(self, saved: Saved) -> None:
+    def keep(self, saved: Saved) -> None:
+        """Note that the newest step is on disks, whole."""
+        self._newest = self._newest or saved
+        self._is_kept = self._is_kept or self._newest == saved
+        self._hold()
+
+    def _advance(self, saved: Saved, is_kept: bool) -> None:
         """Make an attempt the newest one, before which is what training continued from."""
-        if self._newest is not None:
+        if self._newest is not None and self._is_kept and self._newest not in self._history:
             self._history.append(self._newest)
         while self._history and self._history[-1].step >= saved.step:  # training went back behind it
             self._history.pop()
-        self._newest = saved
+        self._newest, self._is_kept = saved, is_kept
 
     def tried(self, is_good: bool) -> None:
         if is_good:

@@ -67,6 +67,8 @@ class Save:
         # is_given_up: whether it may be overwritten at once, because an older step is kept
         # is_suspect: whether the values of any rank are suspect, once that was agreed on
         self.is_suspect = self.is_given_up = False
+        # whether the history gets it; to be agreed on: whether it may, and whether it is time for it
+        self.is_kept = False
         self.due: Saved | None = None  # what may be certified now that this save is committed
         self.value_checks: ValueChecks | None = None
         self.times = PhaseTimes(lambda: state.world.waited_s, request.filled_s - request.begun_s)
@@ -116,8 +118,9 @@ def run(save: Save, state: CourierState, committed_now: Callable[[], None] = lam
             error = error or problem
             state.pool.end_lease(save.request.lease, [slot.inode for slot in state.pool.leased(save.request.lease)])
     if committed:
-        save.due = state.certification.committed(Saved(save.attempt, save.request.step), save.is_suspect)
+        save.due = state.certification.committed(Saved(save.attempt, save.request.step), save.is_suspect, save.is_kept)
         save.is_given_up = save.attempt not in state.certification.held
+        state.kept_s = time.monotonic() if save.is_kept else state.kept_s
     state.pool.release(save.attempt, state.pool.leased(save.request.lease), committed, state.certification.held)
     try:
         if committed:
@@ -183,7 +186,7 @@ def _announce(save: Save, state: CourierState) -> bool:
     step = request.step
     settled = not request.is_unsettled or request.problem is not None
     agreed = world.agree(
-        all_of={"settled": settled, "drains_idle": save.drains_idle},
+        all_of={"settled": settled, "drains_idle": save.drains_idle, "keep": state.may_keep},
         any_of={"grows": grow, "skips": request.skip, "drain_asked": save.drain_asked, "damaged": state.damaged,
                 "failed": request.problem is not None},
         min_of={"low": step}, max_of={"high": step, "newest": state.generation},
@@ -195,7 +198,7 @@ def _announce(save: Save, state: CourierState) -> bool:
         return False
     state.generation = 1 + agreed.newest
     save.attempt = Attempt(state.run_id, state.generation)
-    save.drains_idle, save.drain_asked = agreed.drains_idle, agreed.drain_asked
+    save.drains_idle, save.drain_asked, save.is_kept = agreed.drains_idle, agreed.drain_asked, agreed.keep
     catches_up = agreed.low != agreed.high and _catches_up(state, step, agreed.low)
     if catches_up and step > agreed.low:
         raise RankSkippedSave
@@ -272,6 +275,8 @@ def _protect(save: Save, state: CourierState) -> None:
     peers = [rank for rank in state.protection.group if rank != world.rank]
     state.recorder.protected(request.step, time.perf_counter() - start, request.plan.layout.extents.nbytes, peers)
     reach("protect.sealed")
+    if save.is_kept and request.problem is None and not state.keep_on_disk(save.slot, *_shares(save)):
+        save.fail(SaveFailed("its own state could not be written to the disk"))
     if request.problem is None and not all_arrived:
         request.problem = SaveFailed("its copies or parity did not arrive whole")
         request.problem.follows = True
@@ -289,7 +294,7 @@ def _protect(save: Save, state: CourierState) -> None:
     reach("commit.agreed")
     _record(save, state, [save.slot])
     reach("commit.half_recorded")
-    _record(save, state, [*state.protection.kept(state.pool, save.attempt), *_shares(save)])
+    _record(save, state, [*_beside(save, state), *_shares(save)])
     reach("commit.recorded")
     is_held = save.is_suspect and state.certification.has_better
     state.pool.drop_spare(committed=not (is_held or (save.is_restored and state.left.unusable)))
@@ -297,7 +302,7 @@ def _protect(save: Save, state: CourierState) -> None:
 
 def _removed(save: Save, state: CourierState) -> list[str]:
     """The files of this rank's slots for a save that are in no directory any more."""
-    slots = [save.slot, *_shares(save), *state.protection.kept(state.pool, save.attempt)]
+    slots = [save.slot, *_shares(save), *_beside(save, state)]
     return [slot.name for slot in slots if slot is not None and slot.is_gone]
 
 
@@ -308,6 +313,11 @@ def _record(save: Save, state: CourierState, slots: Iterable[Slot]) -> None:
             slot.record_commit(save.attempt, save.request.step)
         if state.examiner.is_on:
             slot.record_verdict(save.attempt, Verdict.SUSPECT if save.is_suspect else Verdict.PASSED)
+
+
+def _beside(save: Save, state: CourierState) -> list[Slot]:
+    """What is not in the trainer's hands: copies, parity, and what is kept on the disk."""
+    return [*state.protection.kept(state.pool, save.attempt), *state.pool.kept_of(save.attempt)]
 
 
 def _shares(save: Save) -> list[Slot]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -18,7 +20,7 @@ from ..memory.memory_limits import available, headroom, other_files
 from ..memory.node_directory import NodeDirectory, file_number
 from ..memory.slot import Attempt, Kind, Slot, Use, Verdict
 from ..memory.slot_pool import SlotPool, assign, unmap
-from ..mpi.nonblocking import SendRate
+from ..mpi.nonblocking import Operation, SendRate
 from ..mpi.world import World
 from ..placement.failure_domains import Domains
 from ..placement.redundancy import Scheme
@@ -93,6 +95,7 @@ class CourierState:
     gives_way: bool = False  # whether files that were left aside may be deleted to make room
     damaged: bool = False  # whether the scrubber has found damage here that can perhaps be repaired
     trainer: Trainer | None = None
+    kept_s: float = -math.inf  # when the history got a step last (time.monotonic)
     _reported: SharingNews = dataclasses.field(default_factory=SharingNews)  # what the trainer knows of it
 
     @property
@@ -111,6 +114,34 @@ class CourierState:
     @property
     def shares(self) -> dict[int, Share]:
         return {} if self.replicas is None else self.replicas.shares
+
+    @property
+    def may_keep(self) -> bool:
+        """Whether the history may get the next step, as far as this rank knows."""
+        config = self.config
+        is_due = self.world.rank > 0 or time.monotonic() - self.kept_s >= config.history_every_s
+        return config.history > 0 and is_due and (self.pool.keeps or not config.keeps_on_disk)
+
+    def keep_on_disk(self, *sources: Slot) -> bool:
+        """Write this rank's slot, and its share, to the disk, if the history is there. Not collective.
+
+        Returns whether all of it is there, or need not be.
+        """
+        pool = self.pool
+        for source in sources:
+            header = source.header
+            if not pool.kept or header is None or pool.is_kept(header):
+                continue
+            if not pool.keeps or (target := pool.free_kept(header.kind)) is None:
+                return False
+            target.unseal()
+            self.world.drive([_end_of(is_stored := target.store(source))])
+            if is_stored():
+                target.seal(header)
+            if target.header is None:
+                return False
+            reach("keep.sealed")
+        return True
 
     def find_replicas(self, held: Mapping[tuple[int, ...], int]) -> None:
         """Find the ranks that hold the same shards of DTensors as this one, if the user did not name them."""
@@ -201,7 +232,7 @@ class CourierState:
         names = [name for name in names if file_number(name) not in self.pool.aside]
         assigned, left_over = assign(files, names, chosen, same_ranks, inboxes, self.shares,
                                      len(self.pool.own), self.config.slots, self.pool.older(),
-                                     self.pool.has_disk, self.pool.copied)  # fmt: skip
+                                     self.pool.has_disk, self.pool.copied, len(self.pool.kept))  # fmt: skip
         self.protection.close_windows()
         # Shares, and slots of ranks of another world, may belong to no rank of this run.
         foreign = (rows["kind"] == Kind.SHARE) | (not same_ranks)
@@ -275,6 +306,11 @@ class CourierState:
         if self.replicas is not None:
             self.replicas.free()
         self.world.free()
+
+
+def _end_of(is_stored: Callable[[], bool | None]) -> Operation:
+    while is_stored() is None:
+        yield False
 
 
 def losses_of(asked: Scheme, world: World) -> int:

@@ -43,7 +43,8 @@ class Choice:
     restores: int = 0
     rebuilt: Mapping[int, ParityGroup] = dataclasses.field(default_factory=dict)  # of each rank that must be rebuilt
     parity: tuple[ParityGroup, ...] = ()
-    # the places of the files of shared state, by number of the set and of the share; there may be several
+    # the places of the files of shared state, by number of the set and of the share; there may be several, which are
+    # on disks only if none is in memory
     shares: Mapping[tuple[int, int], tuple[Place, ...]] = dataclasses.field(default_factory=dict)
     verdict: Verdict = Verdict.UNKNOWN
 
@@ -113,7 +114,8 @@ def _sources(stock: Inventory, attempt: Attempt, step: int, world_size: int, nod
         return None
     restores = int(stock.rows["restores"].max())
     source = tuple(slots.get(rank) for rank in range(world_size))
-    places = {share: tuple(files) for share, files in shares.items()}
+    places = {share: tuple(file for file in files if not is_on_disk(file[1])) or tuple(files)
+              for share, files in shares.items()}  # fmt: skip
     return Choice(attempt, step, world_size, source, restores, rebuilt, groups, places, stock.verdict)
 
 
@@ -170,7 +172,10 @@ def scan_earlier_runs(config: Config, world: World, memory: NodeDirectory) -> Ea
             log.info("fresh start %r was made before, and this run goes on from its step %d: another word begins anew",
                      config.fresh, choice.step)  # fmt: skip
     certified = choose(stock, node_of, WantedStep(certified=True))
-    history = history_of(stock, node_of) if config.history else []
+    kept = (
+        stock if not config.keeps_on_disk else Inventory(stock.rows[stock.rows["file"] >= FIRST_ON_DISK], stock.groups)
+    )
+    history = history_of(kept, node_of) if config.history else []
     return EarlierRuns(stock, choice, choose(stock, node_of), certified, history, newest, floor, unusable, aside)
 
 

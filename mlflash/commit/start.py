@@ -12,7 +12,7 @@ from ..errors import ConfigError, DeadlineExceeded, MlflashError, text_of
 from ..memory.copy_threads import as_many_as_help
 from ..memory.disk_slot import Disk
 from ..memory.memory_limits import slow_kind
-from ..memory.node_directory import LIGHT, NodeDirectory, claim_user_directory
+from ..memory.node_directory import NodeDirectory, claim_user_directory
 from ..memory.slot_pool import SlotPool
 from ..mpi.fabric import Poke
 from ..mpi.nonblocking import SendRate
@@ -28,7 +28,7 @@ from ..protect.replicated_tensors import ReplicatedTensors
 from ..protect.value_checks import Examiner
 from ..telemetry.heartbeat import CourierHeartbeat, RankFacts
 from ..telemetry.recorder import CourierRecorder, EventLog, file_of_node
-from ..text import listed
+from ..text import LIGHT, listed
 from .certification import Certification, Saved
 from .courier_state import CourierState, losses_of
 from .earlier_runs import scan_earlier_runs
@@ -96,14 +96,16 @@ def _assemble(
     if replicas is not None and config.share:
         replicas.share(losses_of(placement.scheme, world))
     protection = Protection(world, placement, "p2p" if config.copies else config.transport, config.job)
-    pool = SlotPool(memory, protection.owners, config.slots, spare=int(config.drain_every > 0), disk=disk)
+    pool = SlotPool(memory, protection.owners, config.slots, config.own_slots + (config.drain_every > 0), disk,
+                    config.keeps_on_disk)  # fmt: skip
     copy_threads = as_many_as_help(world.ranks_on_host, world.least_of, trains_on)
     pace = SendRate(config.send_rate)
     run_id: bytes = world.broadcast(os.urandom(16), 0)
     recorder = world.on_all(lambda: _recorder(config, world, memory, run_id.hex()[:8], start))
     examiner = Examiner(config.check_values, [pattern for pattern in config.check_skip.split(",") if pattern])
-    certification = Certification(config.certify_after, config.on_suspect == "keep", config.history)
-    pool.older = certification.older
+    certification = Certification(config.certify_after, config.on_suspect == "keep", config.history,
+                                  config.keeps_on_disk)  # fmt: skip
+    pool.older, pool.history = certification.older, certification.history
     certification.found(earlier.history)
     if earlier.certified is not None and config.certify_after and earlier.certified.world_size == world.size:
         certification.certified = Saved(earlier.certified.attempt, earlier.certified.step)

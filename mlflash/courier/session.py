@@ -414,13 +414,14 @@ class Session:
         """
         state, world, drain = self.state, self.state.world, self._drains.last
         pool, protection, replicas = state.pool, state.protection, state.replicas
-        kinds = {id(slot): kind for kind, pair in (("own", pool.own), ("share", pool.shares)) for slot in pair}
+        by_kind = {"own": pool.own, "share": pool.shares, "kept": [*pool.kept, *pool.kept_shares]}
+        kinds = {id(slot): kind for kind, of_kind in by_kind.items() for slot in of_kind}
         slots = [
             {"what": kinds.get(id(slot), "of others"), "file": slot.name, "use": slot.use.value,
              "nbytes": slot.nbytes, "rank": None if slot.header is None else slot.header.rank,
              "step": None if slot.header is None else slot.header.step}
             for slot in pool.all()
-            if slot.segment is not None or slot not in pool.shares
+            if slot.name or slot not in (*pool.shares, *pool.kept_shares)
         ]  # fmt: skip
         drained = None if drain is None else {
             "step": drain.step, "path": drain.path, "seconds": drain.seconds, "nbytes": drain.nbytes,

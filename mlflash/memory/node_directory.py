@@ -22,6 +22,7 @@ import struct
 import time
 
 from ..errors import ConfigError, ForeignNode, JobInUse, MemoryTooSmall, UnsafePath
+from ..text import LIGHT
 from .process_names import works_for
 
 log = logging.getLogger("mlflash")
@@ -30,8 +31,6 @@ PRIVATE = "owned by this user, no access for group and others, not a link"
 _MOST_NAMES = 1000  # names to try; whoever takes more of them could also fill the memory
 _passed_over: set[str] = set()
 
-LIGHT = "+light"
-"""After the name of a job: where its light saves are."""
 SLOT_NAME = re.compile(r"slot-(\d{4,})")
 FIRST_ON_DISK = 1_000_000
 """The smallest number of a slot file on a disk of the node; those with smaller ones are in memory."""

@@ -19,7 +19,7 @@ from .disk_slot import Disk, DiskSlot
 from .inventory import Inventory
 from .node_directory import NodeDirectory, file_name, file_number, is_on_disk
 from .own_slots import SlotFile, SlotId, with_ids
-from .slot import Attempt, Kind, Slot, Use, close_others, leave_behind, oldest_free, remove_file
+from .slot import Attempt, Header, Kind, Slot, Use, close_others, leave_behind, oldest_free, remove_file
 
 log = logging.getLogger("mlflash")
 
@@ -32,32 +32,37 @@ class SlotPool:
 
     Args:
         owners: the ranks whose copies this rank holds, and itself if it holds parity.
-        slots: number of slots for each copy, and of its own.
-        spare: number of further own slots if checkpoints are drained, because reading one may take long.
+        slots: number of slots for each copy.
+        own: number of slots of its own in memory; if checkpoints are drained, one of them may be read for long.
         disk: where copies and parity are; None: in memory.
+        keeps: whether steps that are kept besides the newest are on the disk, whole, and not in memory.
     """
 
-    def __init__(self, memory: NodeDirectory, owners: Sequence[int], slots: int = 2, spare: int = 0,
-                 disk: Disk | None = None):  # fmt: skip
+    def __init__(self, memory: NodeDirectory, owners: Sequence[int], slots: int = 2, own: int = 2,
+                 disk: Disk | None = None, keeps: bool = False):  # fmt: skip
         self._memory, self.copies, self._disk = memory, slots, disk
-        self.own = [Slot() for _ in range(slots + spare)]
-        self.shares = [Slot() for _ in range(slots + spare)]  # without files if nothing is shared
-        self.inbox = {owner: [self._for_others() for _ in range(slots)] for owner in owners}
+        self.own = [Slot() for _ in range(own)]
+        self.shares = [Slot() for _ in range(own)]  # without files if nothing is shared
+        self.inbox = {owner: [self._on_disk() for _ in range(slots)] for owner in owners}
+        # what this rank keeps of its own on the disk: states, shares
+        self.kept = [self._on_disk() for _ in range(slots * (keeps and disk is not None))]
+        self.kept_shares = [self._on_disk() for _ in self.kept]
         self._rejected: list[Slot] = []
         self.copied: set[int] = set()  # files of this node that were copied from a disk for a restore
         self._spare: set[int] = set()  # files to delete as soon as nothing can need them
         self._needed: set[int] = set()  # files to delete once a newer step is committed
         self._stale: set[int] = set()  # those of `_spare` that do not hold the restored attempt
         self.aside: set[int] = set()  # files of this node that are not touched until a newer step is committed
-        # returns the attempts that are held in addition to the newest
+        # return the attempts that are held in addition to the newest, and those of them that the disk has
         self.older: Callable[[], Collection[Attempt]] = lambda: ()
+        self.history: Callable[[], Collection[Attempt]] = lambda: ()
         self._reported: dict[SlotId, tuple[int, int]] = {}  # inodes and sizes of the files that the trainer knows
         self._taking = threading.Lock()  # held to take a free slot, or to make one free
         self._is_exchanging = False  # whether slots get other files now, so that none is leased
         self._version = 0  # of what the trainer was told last about files
 
-    def _for_others(self) -> Slot:
-        """A new slot for a copy or parity."""
+    def _on_disk(self) -> Slot:
+        """A new slot for what goes to the disk, if there is one."""
         return DiskSlot(self._disk) if self._disk is not None and self.has_disk else Slot()
 
     @property
@@ -65,8 +70,17 @@ class SlotPool:
         """Whether copies and parity go to a disk."""
         return self._disk is not None and not self._disk.problem
 
+    @property
+    def keeps(self) -> bool:
+        """Whether this rank's own state and share can be kept on a disk."""
+        return bool(self.kept) and self.has_disk
+
     def all(self) -> list[Slot]:
-        return [*self.own, *self.shares, *(slot for pair in self.inbox.values() for slot in pair)]
+        return [*self.own, *self.shares, *self._beside()]
+
+    def _beside(self) -> list[Slot]:
+        """What is neither a slot of the trainer nor in its hands: copies, parity, and what is kept."""
+        return [slot for pair in (*self.inbox.values(), self.kept, self.kept_shares) for slot in pair]
 
     @property
     def nbytes(self) -> int:
@@ -91,10 +105,12 @@ class SlotPool:
             (self.own, files.own),
             (self.shares, files.share),
             *((self.inbox[q], files.inbox[q]) for q in self.inbox),
+            (self.kept, files.kept),
+            (self.kept_shares, files.kept_share),
         ]:
             for index, number in enumerate(numbers):
                 is_own = pair is self.own or pair is self.shares
-                pair[index] = self._attach(number, before) or (Slot() if is_own else self._for_others())
+                pair[index] = self._attach(number, before) or (Slot() if is_own else self._on_disk())
                 self._judge(pair[index], chosen, number in trusted)
         for inode, mapping in before.items():
             if inode not in self.mapped():
@@ -153,7 +169,14 @@ class SlotPool:
         return None
 
     def _is_older(self, slot: Slot) -> bool:
-        return slot.header is not None and slot.header.attempt in self.older()
+        return slot.header is not None and self._is_held_in(slot, self.older())
+
+    def _is_held_in(self, slot: Slot, held: Collection[Attempt]) -> bool:
+        """Whether a slot holds one of some attempts, and must."""
+        if slot.header is None or slot.header.attempt not in held:
+            return False
+        is_in_memory = any(slot is own for own in (*self.own, *self.shares))
+        return not (self.kept and is_in_memory and slot.header.attempt in self.history())
 
     # Leases of own slots
 
@@ -271,7 +294,7 @@ class SlotPool:
             taken: the slots it was staged into; the others may already be busy with the next save.
             held: the attempts that must be held once it is committed; None: this one, and older ones.
         """
-        for slot in [*taken, *(slot for pair in self.inbox.values() for slot in pair)]:
+        for slot in [*taken, *self._beside()]:
             if slot.use is Use.BUSY:
                 slot.lease, slot.use = 0, Use.HOLDS if committed else Use.FREE
         if committed:
@@ -279,14 +302,38 @@ class SlotPool:
 
     def hold_only(self, held: Collection[Attempt]) -> None:
         for slot in self.all():
-            if slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt not in held):
+            if slot.use is Use.HOLDS and not self._is_held_in(slot, held):
                 slot.use = Use.FREE
 
     def holding(self, attempt: Attempt) -> list[Slot]:
         return [slot for slot in self.all() if slot.header is not None and slot.header.attempt == attempt]
 
+    def kept_of(self, attempt: Attempt) -> list[Slot]:
+        """What this rank has of its own on the disk."""
+        return [slot for slot in (*self.kept, *self.kept_shares) if slot.header and slot.header.attempt == attempt]
+
+    def is_kept(self, header: Header) -> bool:
+        """Whether the disk has, as this rank's own, what a slot or share with this header has."""
+        what = header.kind, header.share, header.shared_by
+        kept = (slot.header for slot in self.kept_of(header.attempt))
+        return any(found is not None and (found.kind, found.share, found.shared_by) == what for found in kept)
+
+    def free_kept(self, kind: Kind) -> Slot | None:
+        """A slot on the disk that may be written, for this rank's own; if need be, one of two that hold the same."""
+        ring = self.kept_shares if kind is Kind.SHARE else self.kept
+        seen: set[int] = set()
+        for slot in ring:
+            if slot.generation in seen:
+                slot.use = Use.FREE
+            seen.add(slot.generation)
+        return self.free_slot(ring)
+
     def keep_only(self, slots: Sequence[Slot]) -> None:
-        """Free every slot except these (redundancy is complete in its new places), and unseal those found damaged."""
+        """Free every slot except these, and those of older attempts; unseal those found damaged.
+
+        These have all of an attempt, whose redundancy is complete in its new places.
+        """
+        restored = [slot.header.attempt for slot in slots if slot.header is not None]
         if self._rejected:
             self.exchange()
         for slot in self._rejected:
@@ -295,7 +342,8 @@ class SlotPool:
                 slot.use = Use.FREE
         self._rejected = []
         for slot in self.all():
-            if slot.use is Use.HOLDS and not self._is_older(slot) and not any(slot is other for other in slots):
+            is_older = self._is_older(slot) and slot.header is not None and slot.header.attempt not in restored
+            if slot.use is Use.HOLDS and not is_older and not any(slot is other for other in slots):
                 slot.use = Use.FREE
 
     def hold_older(self) -> None:
@@ -308,7 +356,8 @@ class SlotPool:
     def free_older(self, restored: Attempt) -> None:
         """Let saves write the own slots that do not hold the restored attempt."""
         for slot in (*self.own, *self.shares):
-            if slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt not in (restored, *self.older())):
+            is_restored = slot.header is not None and slot.header.attempt == restored
+            if slot.use is Use.HOLDS and not is_restored and not self._is_older(slot):
                 slot.use = Use.FREE
 
     def keep_for_now(self, slot: Slot) -> None:
@@ -375,6 +424,9 @@ class AssignedFiles:
     # by owner, copies of another rank's slots; under the rank's own number, its parity files
     inbox: dict[int, list[int | None]]
     share: list[int | None]  # files of shared state
+    # the rank's state, and its share, on a disk
+    kept: list[int | None] = dataclasses.field(default_factory=list)
+    kept_share: list[int | None] = dataclasses.field(default_factory=list)
 
 
 def assign(
@@ -389,6 +441,7 @@ def assign(
     older: Collection[Attempt] = (),
     on_disk: bool = False,
     copied: Collection[int] = (),
+    kept: int = 0,
 ) -> tuple[dict[int, AssignedFiles], list[int]]:
     """Divide the files of a node among its ranks, so that ranks that moved do not double the memory.
 
@@ -406,6 +459,7 @@ def assign(
         copies: number of slots for each copy, and for parity.
         on_disk: whether copies and parity are on a disk; all else is in memory.
         copied: files that were copied from a disk, for the ranks that they concern only.
+        kept: number of slots on a disk for a rank's own state, and for its share.
 
     Returns:
         The files of each rank here, and the numbers of those left over (to be deleted once the redundancy is complete
@@ -413,7 +467,13 @@ def assign(
     """
     unused = _Unused(files, names, chosen, older, copied)
     assigned = {
-        rank: AssignedFiles([None] * own, {owner: [None] * copies for owner in inboxes[rank]}, [None] * own)
+        rank: AssignedFiles(
+            [None] * own,
+            {owner: [None] * copies for owner in inboxes[rank]},
+            [None] * own,
+            [None] * kept,
+            [None] * kept,
+        )
         for rank in inboxes
     }
     pairs: list[tuple[tuple[bool, Kind, object], list[int | None]]]
@@ -424,6 +484,9 @@ def assign(
         for owner, pair in assigned[rank].inbox.items()
     ]
     pairs += [((False, Kind.SHARE, shares[rank]), assigned[rank].share) for rank in inboxes if rank in shares]
+    if kept:
+        pairs += [((True, Kind.SLOT, rank), assigned[rank].kept) for rank in inboxes]
+        pairs += [((True, Kind.SHARE, shares[rank]), assigned[rank].kept_share) for rank in inboxes if rank in shares]
     if same_ranks:
         for (tier, kind, what), pair in pairs:
             pair[0] = unused.take(True, tier, kind, what)

@@ -82,7 +82,7 @@ def bring(context: CourierState, inventory: Inventory, choice: Choice, slots: di
 
 
 def copy_to_memory(context: CourierState, choice: Choice) -> dict[Place, Place]:
-    """Copy slots of a choice that are on disks into memory of their nodes, where all ranks can read them. Collective.
+    """Copy what a choice has on disks into memory of its nodes, where all ranks can read it. Collective.
 
     Returns:
         For each new file, where it was on the disk; the same on all ranks. A file that could not be read is damaged.
@@ -90,14 +90,17 @@ def copy_to_memory(context: CourierState, choice: Choice) -> dict[Place, Place]:
     Raises:
         MemoryTooSmall: on all ranks, if a node has no room for them.
     """
-    world, serves = context.world, _servers(context, choice)
-    if not any(place is not None and is_on_disk(place[1]) for place in choice.source):
+    world = context.world
+    copies = [(server, place) for server, place in zip(_servers(context, choice), choice.source, strict=True) if place]
+    copies += [(world.topology.ranks_on[place[0]][0], place) for places in choice.shares.values() for place in places]
+    copies = [(server, place) for server, place in copies if is_on_disk(place[1])]
+    if not copies:
         return {}
     made: dict[Place, Place] = {}
 
     def copy() -> None:
-        for rank, place in enumerate(choice.source):
-            if serves[rank] == world.rank and place is not None and is_on_disk(place[1]):
+        for server, place in copies:
+            if server == world.rank:
                 number = context.pool.copy_to_memory(place[1])
                 made[world.node_index, number] = place
                 reach("restore.copied")

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import xxhash
 
+from ..commit.certification import Saved
 from ..commit.courier_state import CourierState
 from ..commit.earlier_runs import Choice, ParityGroup, choose
 from ..crash_points import reach
@@ -478,7 +479,7 @@ def reprotect_left(context: CourierState) -> tuple[int | None, int]:
     agreed = world.agree(any_of={"seen": home.committed}, all_of={"whole": is_whole})
     context.restored.rolled_forward = not agreed.seen
     if agreed.whole:
-        give_receipts(home, *context.protection.kept(pool, attempt))
+        give_receipts(home, *context.protection.kept(pool, attempt), *_keep(context, home))
         pool.free_older(attempt)
     else:
         reprotect_or_remember(context, home)
@@ -507,7 +508,7 @@ def reprotect(context: CourierState, home: Slot) -> None:
     kept = protection.kept(pool, header.attempt)
     give_receipts(home, *kept)
     shares = [slot for slot in pool.shares if slot.header is not None and slot.header.attempt == header.attempt]
-    pool.keep_only([home, *shares, *kept])
+    pool.keep_only([home, *shares, *kept, *_keep(context, home)])
     pool.drop_spare()
     reach("reprotect.freed")
     # Make room for the next save.
@@ -518,6 +519,19 @@ def reprotect(context: CourierState, home: Slot) -> None:
         demand += [(slot, nbytes) for nbytes in sizes for slot in pair]
     context.ensure_room(demand)
     reach("reprotect.done")
+
+
+def _keep(context: CourierState, home: Slot) -> list[Slot]:
+    """Write own states and shares of the attempt in own slots to disks, if the history is there. Collective."""
+    header, pool = home.header, context.pool
+    if header is None or not context.config.keeps_on_disk:
+        return []
+    shares = [slot for slot in pool.shares if slot.header is not None and slot.header.attempt == header.attempt]
+    if context.world.all_of(context.keep_on_disk(home, *shares)):
+        context.certification.keep(Saved(header.attempt, header.step))
+    for slot in pool.kept_of(header.attempt):
+        slot.use = Use.HOLDS
+    return pool.kept_of(header.attempt)
 
 
 def protect_missing(context: CourierState, home: Slot, lacking: bool) -> None:

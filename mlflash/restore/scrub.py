@@ -32,6 +32,7 @@ _COMES = {
     "copy": "The next save makes it again",
     "parity": "The next save makes it again",
     "share": "It stays as it is until the next save is committed; a restore takes that share from another node",
+    "kept": "It stays as it is; a restore takes its copy or parity",
     "drained": "It stays as it is; a restore takes memory, or an older checkpoint",
 }
 
@@ -160,7 +161,13 @@ class Scrubber:
         context, kind = self._context, self._kind_of(slot, header)
         self._reported.append((slot, header))
         context.damaged = context.damaged or kind in _REPAIRABLE
-        what = {"own": "slot", "copy": "copy of the slot", "parity": "parity", "share": "share"}[kind]
+        what = {
+            "own": "slot",
+            "copy": "copy of the slot",
+            "parity": "parity",
+            "share": "share",
+            "kept": "state that is kept on a disk",
+        }[kind]
         world = context.world
         text = (
             f"{slot.name} on {world.node_name} is damaged: {how}. It is the {what} of rank {header.rank} at step "
@@ -169,6 +176,8 @@ class Scrubber:
         context.recorder.damaged(slot.name, kind, header.step, header.rank, block, text)
 
     def _kind_of(self, slot: Slot, header: Header) -> str:
+        if slot in (*self._context.pool.kept, *self._context.pool.kept_shares):
+            return "kept"
         if header.kind is Kind.SLOT:
             return "own" if any(slot is own for own in self._context.pool.own) else "copy"
         return "parity" if header.kind is Kind.PARITY else "share"

@@ -14,11 +14,11 @@ import click
 from ..config import Config, job_name
 from ..errors import JobInUse, MlflashError
 from ..framework_files.background_files import leftovers
-from ..memory.node_directory import LIGHT, jobs_of
 from ..memory.node_directory import clean as clean_job
+from ..memory.node_directory import jobs_of
 from ..memory.process_names import process_named
 from ..mpi.world import World, gather
-from ..text import listed, many, show_bytes
+from ..text import LIGHT, listed, many, show_bytes
 from . import completion
 from .node_memory import Node, look
 from .options import json_option, memory_option

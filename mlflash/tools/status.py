@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..config import Config
-from ..memory.node_directory import LIGHT
 from ..memory.process_names import process_named
 from ..memory.slot import Attempt, Header, Kind, Verdict
 from ..mpi.world import World
-from ..text import many, named, ranges, show_bytes
+from ..text import LIGHT, many, named, ranges, show_bytes
 from . import on_disk
 from .jobs import choose_job
 from .node_memory import File, Node, Prospect, Restorability, Survival, look_around, survival, what_is_restorable

@@ -12,10 +12,10 @@ import click
 from ..config import Config
 from ..drain.provenance import public_key
 from ..errors import ConfigError, CorruptSlot, MlflashError
-from ..memory.node_directory import LIGHT, NodeDirectory
+from ..memory.node_directory import NodeDirectory
 from ..mpi.world import World, gather_from_all
 from ..storage.store import open_store
-from ..text import many, show_bytes
+from ..text import LIGHT, many, show_bytes
 from . import completion, on_disk
 from .jobs import choose_job
 from .node_memory import Changed, File, Sealed, look

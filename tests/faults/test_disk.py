@@ -12,7 +12,7 @@ from harness import Cluster, assert_restored, assert_unrestorable
 from mlflash.crash_points import POINTS
 
 MIB = 1 << 20
-IN_A_SAVE = [point for point in POINTS if point.split(".")[0] in ("stage", "protect", "transfer", "commit")]
+IN_A_SAVE = [point for point in POINTS if point.split(".")[0] in ("stage", "protect", "transfer", "keep", "commit")]
 
 
 def disks(root: Path) -> dict[str, str]:
@@ -45,11 +45,34 @@ def test_a_restore_from_disks_that_is_killed_begins_again(shm: Path) -> None:
     assert_restored(cluster.train(2, env, last=4), 2, 3)
 
 
+@pytest.mark.gate
+def test_where_steps_are_kept_a_node_may_be_missing_after_a_power_cut(shm: Path) -> None:
+    cluster, env = Cluster(shm), {**disks(shm), "MLFLASH_HISTORY": "1"}
+    newest = 0
+    for point, rank in (("keep.sealed", 0), ("keep.sealed", 1), ("transfer.sent", 0), ("transfer.sent", 1)):
+        trap = {"path": [*["commit.seen"] * 2, point], "action": "rank", "rank": rank}
+        died = cluster.train(2, env, last=9, traps=[trap])
+        newest = max([newest, *(r["step"] for r in died.of("committed"))])
+        for lost in (0, 1):  # what a restore has found is on both disks again
+            cluster.wipe(0, 1)
+            lose_disk(shm, lost)
+            result = cluster.train(2, env, last=0)
+            assert all(r["step"] >= newest and r["wrong"] == [] for r in result.of("restored")), result.log
+
+
+def lose_disk(root: Path, node: int) -> None:
+    for path in (root / "disks" / f"disk{node}").iterdir():
+        shutil.rmtree(path)
+
+
 @pytest.mark.timeout(400)
-def test_twenty_power_cuts_at_any_point_of_a_save_lose_no_committed_step(shm: Path) -> None:
+@pytest.mark.parametrize("history", [0, 1])
+def test_twenty_power_cuts_at_any_point_of_a_save_lose_no_committed_step(shm: Path, history: int) -> None:
     cluster, env, draw, newest = Cluster(shm), disks(shm), random.Random(7), 0
+    env["MLFLASH_HISTORY"] = str(history)
     for _ in range(20):
-        path = ["commit.seen"] * draw.choice([0, 1, 2]) + [draw.choice(IN_A_SAVE)]
+        points = [point for point in IN_A_SAVE if history or point != "keep.sealed"]
+        path = ["commit.seen"] * draw.choice([0, 1, 2]) + [draw.choice(points)]
         trap = {"path": path, "action": "rank", "rank": draw.choice([0, 1])}  # mpiexec kills the other one
         died = cluster.train(2, env, last=newest + 4, nbytes=5 * MIB, traps=[trap])
         assert died.returncode
@@ -58,6 +81,8 @@ def test_twenty_power_cuts_at_any_point_of_a_save_lose_no_committed_step(shm: Pa
             assert steps and newest <= min(steps) and all(r["wrong"] == [] for r in died.of("restored")), died.log
         newest = max([newest, *(r["step"] for r in died.of("committed"))])
         cluster.wipe(0, 1)
+        if history:
+            lose_disk(shm, draw.choice([0, 1]))
     assert newest >= 10
     result = cluster.train(2, env, last=newest + 1, nbytes=5 * MIB)
     restored = result.of("restored")

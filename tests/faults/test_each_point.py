@@ -331,5 +331,5 @@ def test_each_point_is_killed_in_a_chain() -> None:
     And but for copies on disks: tests/faults/test_disk.py.
     """
     killed = {kill.point for _, kills in CHAINS.values() for kill in [*kills, *LAZY]}
-    elsewhere = {"restore.copied", *(point for point in POINTS if point.startswith("round."))}
+    elsewhere = {"restore.copied", "keep.sealed", *(point for point in POINTS if point.startswith("round."))}
     assert killed == POINTS.keys() - elsewhere

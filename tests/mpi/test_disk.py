@@ -163,3 +163,66 @@ def test_a_directory_that_nodes_have_together_is_refused(settings: dict[str, Any
         Checkpointer(**{**settings, "copies": disk_of(0, root)})
     with Checkpointer(**settings) as ckpt:
         assert ckpt.load() == (None, None)
+
+
+def test_steps_that_are_kept_are_whole_on_the_disks(settings: dict[str, Any], nodes: Nodes) -> None:
+    settings |= {"history": 2}
+    save(settings, 1, 2, 3, 4)
+    lose_memory(nodes, *range(SIZE))
+    lose_disk(nodes, 1)  # as well: any node may be missing after a power cut
+    with Checkpointer(**settings) as ckpt:
+        assert ckpt.steps()[-3:] == [2, 3, 4]
+        for wanted, step in (({"before": 4}, 3), ({"step": 2}, 2), ({}, 4)):
+            found, state = ckpt.load(**wanted)
+            assert found == step and differences(state_at(step), state, "", loaded=True) == []
+        ckpt.save(5, state_at(5)).wait()
+        assert ckpt.steps()[-3:] == [3, 4, 5]
+        slots = ckpt.report()["slots"]
+    assert sum(slot["file"] < "slot-1000000" and slot["what"] == "own" for slot in slots) == 2
+    save(settings, 6)
+    lose_memory(nodes, *range(SIZE))
+    check_restored(settings, 6)
+
+
+def test_one_step_in_so_many_seconds_is_kept(settings: dict[str, Any], nodes: Nodes) -> None:
+    settings |= {"history": 1, "history_every_s": 3600.0}
+    save(settings, 1, 2, 3, 4, 5)
+    with Checkpointer(**settings) as ckpt:
+        assert 1 in ckpt.steps() and 5 in ckpt.steps()
+        assert ckpt.load(step=1)[0] == 1
+    lose_memory(nodes, *range(SIZE))
+    with Checkpointer(**settings) as ckpt:
+        found, state = ckpt.load(step=1)
+        assert found == 1 and differences(state_at(1), state, "", loaded=True) == []
+
+
+def test_what_ranks_hold_alike_is_kept_on_the_disks(settings: dict[str, Any], nodes: Nodes) -> None:
+    settings |= {"history": 1, "redundancy": "copy"}
+    alike = {"w": np.arange(100_000.0), "own": np.full(70_000, float(RANK))}
+    with Checkpointer(**settings, replicated={"w": range(SIZE)}) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"w": alike["w"] + step, "own": alike["own"] + step}).wait()
+    lose_memory(nodes, *range(SIZE))
+    with Checkpointer(**settings, replicated={"w": range(SIZE)}) as ckpt:
+        for step in (2, 1):
+            found, state = ckpt.load(step=step)
+            assert found == step and all(np.array_equal(state[name], alike[name] + step) for name in alike)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_ends_the_history_and_no_save_after_that(
+    settings: dict[str, Any], nodes: Nodes, replace: Callable[[str], None], number: int
+) -> None:
+    settings |= {"history": 1, "strict": False}
+    replace("disk_fails")
+    with Checkpointer(**settings) as ckpt:
+        ckpt.save(1, state_at(1)).wait()
+        if RANK == 0:
+            holds.at("disk", str(number))
+        COMM.barrier()
+        ckpt.save(2, state_at(2))
+        ckpt.wait()
+        for step in (3, 4, 5):
+            assert ckpt.save(step, state_at(step)).wait().committed
+    nodes.lose(1)
+    check_restored(settings, 5)

@@ -43,20 +43,22 @@ def test_the_bytes_of_a_plan_are_those_that_the_files_take(
         assert ckpt.survives == describe(of(job.topology, placed))
 
 
+@pytest.mark.parametrize("history", [0, 1])
 @pytest.mark.parametrize("scheme", ["copy", "xor:3"])
 def test_so_are_those_of_memory_and_disk_where_copies_are_on_disks(
-    options: dict[str, Any], root: Path, scheme: str
+    options: dict[str, Any], root: Path, scheme: str, history: int
 ) -> None:
     if SIZE < 3:
         pytest.skip("runs on 3 ranks and more")
     disk = Path(disk_of(RANK, root))
-    with Checkpointer(redundancy=scheme, copies=str(disk), **options) as ckpt:
-        for step in (1, 2):
+    with Checkpointer(redundancy=scheme, copies=str(disk), history=history, **options) as ckpt:
+        for step in range(1, 3 + history):
             ckpt.save(step, {"w": np.zeros(1_000_000, np.uint8)}).wait()
         slots = COMM.allgather(ckpt.report()["slots"])
     held = [[slot["nbytes"] for slot in of_rank if slot["what"] == "own"] for of_rank in slots]
     on_disk = COMM.allgather(sum(path.stat().st_size for path in disk.rglob("slot-*")))
-    job = Job(tuple(f"n{rank}" for rank in range(SIZE)), 1, 1_000_000, on_disk=True)
+    job = Job(tuple(f"n{rank}" for rank in range(SIZE)), 1, 1_000_000, on_disk=True,
+              copy_slots=2 + history, kept_slots=3 * history)  # fmt: skip
     placed = place(job.topology, parse(scheme))
     assert (max(map(sum, held)), max(on_disk)) == (node_nbytes(job, placed), disk_nbytes(job, placed))
 

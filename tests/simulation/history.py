@@ -334,15 +334,18 @@ class History:
     def cut_power(self) -> None:
         """Lose all memory, and what was written to disks and not synced.
 
-        Copies that were in place are enough, if no state is shared: that is in memory only.
+        Copies that were in place are enough, if no state is shared: that is in memory only. Where whole steps are kept
+        on disks, memory adds nothing to these; but light saves are not kept so.
         """
         machine.DISKS.lose_unsynced(self.kernel.random)
-        is_shared = bool(self.setting.special & {"common", "elastic"})
+        special = self.setting.special
+        is_whole = "whole" in special and "light" not in special
+        is_shared = bool(special & {"common", "elastic"})
         is_enough = not self.oracle.lost and self.setting.scheme.startswith("copy") and not is_shared
         for node in range(self.setting.nodes):
             self.remove_memory(node, "power cut", is_disk_kept=True)
-        self.oracle.is_cut = True
-        if not is_enough:
+        self.oracle.is_cut = not is_whole
+        if not (is_whole or is_enough):
             self.oracle.lost |= {*range(self.setting.nodes)}
 
     def wipe(self, node: int) -> None:

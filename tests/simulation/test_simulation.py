@@ -34,7 +34,13 @@ def first_of_tree() -> int:
 def test_no_seed_fails_and_nearly_all_crash_points_are_reached() -> None:
     of_tree = first_of_tree()
     printed = simulate(
-        "", f"0:{FIXED}", f"{of_tree}:{of_tree + OF_TREE}", "0:40,special=light", "0:30,special=disk", *FAILED
+        "",
+        f"0:{FIXED}",
+        f"{of_tree}:{of_tree + OF_TREE}",
+        "0:40,special=light",
+        "0:20,special=disk",
+        "0:20,special=disk+whole+common",
+        *FAILED,
     )
     reached = re.search(r"crash points: (\d+) of \d+", printed)
     assert reached is not None and int(reached[1]) >= LEAST_POINTS, printed

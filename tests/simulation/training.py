@@ -84,7 +84,7 @@ class Training:
         if "light" in self._special:
             more |= {"light": 2}
         if "disk" in self._special:
-            more |= {"copies": str(self._history.disks)}
+            more |= {"copies": str(self._history.disks), "history": int("whole" in self._special)}
         if "drain" in self._special:
             more |= {"directory": str(self._history.files), "drain_every": 2, "keep_last": 2,
                      "format": setting.format}  # fmt: skip

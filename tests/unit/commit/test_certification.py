@@ -20,7 +20,7 @@ def steps_of(held: frozenset[Attempt]) -> set[int]:
 
 
 def commit(certification: Certification, step: int, is_suspect: bool = False, is_good: bool = True) -> None:
-    if certification.committed(saved(step), is_suspect) is not None:
+    if certification.committed(saved(step), is_suspect, True) is not None:
         certification.tried(is_good)
 
 
@@ -50,7 +50,7 @@ def test_there_is_always_a_slot_to_write_and_the_best_that_is_known_is_held(
                 certification.restored(back, not verdicts.get(back.step, True))
             else:
                 verdicts[step] = rng.random() > 0.2
-                due = certification.committed(saved(step), not verdicts[step])
+                due = certification.committed(saved(step), not verdicts[step], rng.random() > 0.3)
                 assert len(certification.held) < slots + (due is not None)
                 if due is not None:
                     assert due.attempt in certification.held and verdicts[due.step] and step - due.step >= after

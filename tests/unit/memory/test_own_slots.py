@@ -53,7 +53,7 @@ class Both:
 
     def __init__(self, memory: NodeDirectory, count: int):
         self.memory = memory
-        self.pool = SlotPool(memory, [], slots=count)
+        self.pool = SlotPool(memory, [], own=count)
         self.own = OwnSlots(memory, count, Courier(self.pool))
         self.saves: list[Save] = []
         self.devices: list[Device] = []
