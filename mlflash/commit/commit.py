@@ -475,5 +475,6 @@ def _committed(save: Save, state: CourierState, drains: Drains) -> None:
     if not save.is_given_up:
         state.unprotected = None  # a newer step has full redundancy
     drains.committed(save.slot, save.share, save.drain_asked, save.drains_idle)
+    state.pool.saved(save.request.begun_s)
     recorder.holds(state.pool.nbytes)
     recorder.committed(save.request.step, time.perf_counter() - save.request.begun_s, save.attempt.generation)

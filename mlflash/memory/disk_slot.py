@@ -17,6 +17,7 @@ import mmap
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -24,6 +25,7 @@ import numpy as np
 
 from ..errors import CorruptSlot, MlflashError, text_of
 from ..state.layout import CHECK_NBYTES, PAGE_NBYTES, Extents, round_up
+from ..text import show_seconds
 from .node_directory import NodeDirectory
 from .slot import HEADER_NBYTES, Header, Incoming, Slot, Use, unpack
 
@@ -31,6 +33,8 @@ log = logging.getLogger("mlflash")
 
 _LANES = 8  # buffers of one transfer: runs that arrive, or are being written
 _PIECE_NBYTES = 4 << 20
+MOST_BUSY = 0.8  # of the time between saves, that a disk may be written
+_SLOW_SAVES = 3  # that take more, one after the other, before that is said
 
 
 class Disk:
@@ -43,6 +47,9 @@ class Disk:
     def __init__(self, directory: NodeDirectory):
         self.directory, self.problem = directory, ""
         self.lanes = deque(aligned(PAGE_NBYTES) for _ in range(_LANES))  # free buffers
+        self._busy = threading.Lock()
+        self._writing, self._since, self._busy_s = 0, 0.0, 0.0  # writers now, since when, and seconds with any
+        self._save_at, self._busy_before, self._slow_saves = 0.0, 0.0, 0
 
     def fail(self, error: OSError | MlflashError) -> None:
         """Note that the disk cannot be used any more."""
@@ -50,6 +57,30 @@ class Disk:
             self.problem = getattr(error, "strerror", None) or text_of(error)
             log.warning("%s is not used any more (%s): from the next save on, the copies that this rank holds are in "
                         "memory", self.directory.path, self.problem)  # fmt: skip
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Count the time of a block as one in which the disk is written. Any thread."""
+        with self._busy:
+            self._since = self._since if self._writing else time.perf_counter()
+            self._writing += 1
+        try:
+            yield
+        finally:
+            with self._busy:
+                self._writing -= 1
+                self._busy_s += 0.0 if self._writing else time.perf_counter() - self._since
+
+    def saved(self, begun_s: float) -> None:
+        """Warn once if saves come faster than this disk takes them; ``begun_s``: when one began (time.perf_counter)."""
+        every_s, takes_s = begun_s - self._save_at, self._busy_s - self._busy_before
+        is_slow = bool(self._save_at) and takes_s > MOST_BUSY * every_s
+        self._save_at, self._busy_before = begun_s, self._busy_s
+        self._slow_saves = self._slow_saves + 1 if is_slow else 0
+        if self._slow_saves == _SLOW_SAVES:
+            log.warning("%s is written for %s in each save, and saves come every %s: training waits for this disk. It "
+                        "can do one every %s", self.directory.path, show_seconds(takes_s), show_seconds(every_s),
+                        show_seconds(takes_s / MOST_BUSY))  # fmt: skip
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -225,7 +256,7 @@ class DiskSlot(Slot):
 
     def _write_in_page(self, start: int, content: np.ndarray) -> bool:
         """Write something into the first page, and return whether it is on the disk."""
-        with self._disk.watched():
+        with self._disk.watched(), self._disk.writing():
             if self._file is not None:
                 page = aligned(PAGE_NBYTES)
                 page[:] = self._file.read(0, PAGE_NBYTES)
@@ -281,7 +312,7 @@ class _Writer:
     def _try(self, work: Callable[[DiskFile], None]) -> None:
         if self._is_good and self._file is not None:
             self._is_good = False
-            with self._disk.watched():
+            with self._disk.watched(), self._disk.writing():
                 work(self._file)
                 self._is_good = True
 

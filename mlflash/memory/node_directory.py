@@ -185,8 +185,8 @@ class NodeDirectory:
         except OSError as error:
             if not make:
                 raise
-            raise ConfigError(f"there is no memory file system at {memory}: {error.strerror}",
-                              expected="a directory of a tmpfs, such as /dev/shm", found=memory) from None  # fmt: skip
+            raise ConfigError(f"{memory} cannot be used: {error.strerror}", found=memory,
+                              expected="a directory; for slots of a tmpfs, such as /dev/shm") from None  # fmt: skip
         try:
             top = top or (claim_user_directory(memory, job) if make else _find_user_directory(memory, job) or "")
             if not top:

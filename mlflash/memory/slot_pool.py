@@ -70,6 +70,11 @@ class SlotPool:
         """Whether copies and parity go to a disk."""
         return self._disk is not None and not self._disk.problem
 
+    def saved(self, begun_s: float) -> None:
+        """Note that a save has committed that began then (time.perf_counter)."""
+        if self._disk is not None:
+            self._disk.saved(begun_s)
+
     @property
     def keeps(self) -> bool:
         """Whether this rank's own state and share can be kept on a disk."""

@@ -83,7 +83,15 @@ _CHECKS: dict[str, tuple[Check, ...]] = {
     "software": (checks.versions, checks.environment, checks.parity, checks.compression, checks.couriers_here),
     "GPU": (checks.gpus,),
     "Slurm": (checks.slurm,),
-    "memory": (checks.file_system, checks.lifetime, checks.logout, checks.writing, checks.memlock, checks.left_over),
+    "memory": (
+        checks.file_system,
+        checks.lifetime,
+        checks.logout,
+        checks.writing,
+        checks.disk,
+        checks.memlock,
+        checks.left_over,
+    ),
 }
 _CHECKS_OF_MPI: tuple[Check, ...] = checks.library, checks.world_size
 _CHECKS_OF_ALL_RANKS: dict[str, tuple[Check, ...]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import glob
 import importlib.metadata
 import mmap
@@ -26,23 +27,24 @@ import numpy as np
 
 from ..checkpointer.checkpointer import Checkpointer
 from ..config import DISABLE, is_enabled, unknown_variables
-from ..errors import LaunchFailed, UnsafePath, WorldMismatch, pip_install
+from ..errors import LaunchFailed, MlflashError, UnsafePath, WorldMismatch, pip_install, text_of
 from ..launch.courier_mpi import LIBRARY
 from ..launch.launcher_variables import Launched, as_torchrun, without_rank
 from ..launch.rendezvous import meeting_of
 from ..memory import node_directory
+from ..memory.disk_slot import MOST_BUSY, DiskFile, aligned
 from ..memory.memory_limits import MEMORY_KINDS, available, headroom, mapped_files, mounted, other_files
 from ..memory.node_directory import NodeDirectory
 from ..memory.process_names import trainer_of, works_for
 from ..mpi.fabric import between_nodes, choose_transport, has_rdma
 from ..mpi.world import World
-from ..placement.redundancy import parse
+from ..placement.redundancy import Placement, parse
 from ..placement.topology import Node
 from ..run.launch_systems import ask
-from ..text import last_words, many, show_bytes
+from ..text import last_words, many, show_bytes, show_seconds
 from ..version import not_run_with
 from .doctor_findings import Context, Finding, fine, note, warning, wrong
-from .plan import Job, consider, node_nbytes
+from .plan import Job, consider, disk_nbytes, node_nbytes
 
 _SKEW_S = 1.0
 _SAVED_NBYTES, _SAVES = 16 << 20, 4
@@ -55,7 +57,7 @@ import sys
 import numpy
 from mlflash import Checkpointer
 try:
-    with Checkpointer(job="doctor", redundancy="none", timeout_s=40, strict=True, log="", metrics="",
+    with Checkpointer(job="doctor", copies="", redundancy="none", timeout_s=40, strict=True, log="", metrics="",
                       drain_every=0) as checkpointer:
         checkpointer.save(1, {"numbers": numpy.ones(8)}).wait()
         print(checkpointer.report()["mpi"])
@@ -63,6 +65,7 @@ except Exception as error:
     sys.exit(" ".join(str(error).split()))
 """
 _TRIED_NBYTES, _PINNED_NBYTES = 16 << 20, 1 << 20
+_WRITES = 8  # of so many bytes, to a disk
 _TINY_NBYTES = 1 << 30  # Docker's /dev/shm has 64 MiB by default
 _LOCKED_NBYTES = 1 << 30
 _LEFT_NBYTES, _LEFT_NAMED = 16 << 20, 5
@@ -227,7 +230,7 @@ def _save(world: World, memory: str, transport: str) -> float:
     os.makedirs(memory, 0o700, exist_ok=True)
     try:
         with Checkpointer(
-            job="doctor", memory=memory, comm=world.leaders, transport=transport, redundancy="copy",
+            job="doctor", copies="", memory=memory, comm=world.leaders, transport=transport, redundancy="copy",
             strict=True, timeout_s=world.timeout_s, when_busy="wait", log="",
             metrics="", drain_every=0, send_rate=0.0, fresh=False,
         ) as checkpointer:  # fmt: skip
@@ -403,6 +406,40 @@ def writing(context: Context) -> Iterator[Finding]:
     yield fine("writing", "{tried_nbytes} can be written", tried_nbytes=_TRIED_NBYTES)
 
 
+def disk(context: Context) -> Iterator[Finding]:
+    """Write to the directory for copies, and compute how often it can take those of a save."""
+    path = context.settings.copies
+    if not path:
+        return
+    pages = aligned(_TRIED_NBYTES)
+    pages[:] = np.frombuffer(secrets.token_bytes(pages.nbytes), dtype=np.uint8)
+    try:
+        directory = NodeDirectory(path, f"doctor-{secrets.token_hex(4)}")
+        with contextlib.closing(directory):
+            file = DiskFile(directory)
+            start = time.perf_counter()
+            for number in range(_WRITES):
+                file.write(number * pages.nbytes, pages)
+            file.sync()
+            rate = _WRITES * pages.nbytes / (time.perf_counter() - start)
+            file.close()
+            directory.wipe()
+    except (OSError, MlflashError) as error:
+        why = error.message if isinstance(error, MlflashError) else text_of(error)
+        yield warning("disk", "{why}; copies would be in memory", "make it on each node, or name another directory "
+                      "(MLFLASH_COPIES)", why=why)  # fmt: skip
+        return
+    text = "{path} takes {rate} a second from this process, while the others of the node write, too"
+    if context.nbytes is None:
+        yield fine("disk", text, path=path, rate=show_bytes(int(rate)))
+        return
+    job, placement, _ = _job_of(context)
+    written = disk_nbytes(dataclasses.replace(job, light=0), placement) / job.copy_slots  # by a node, of whole saves
+    seconds = written / job.ranks_per_node / rate
+    yield fine("disk", f"{text}; so it can do a save every {{every}}", path=path, rate=show_bytes(int(rate)),
+               every=show_seconds(seconds / MOST_BUSY))  # fmt: skip
+
+
 def memlock(context: Context) -> Iterator[Finding]:
     """Look at the limit of locked memory, which RDMA needs for windows and buffers."""
     limit_nbytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -450,15 +487,23 @@ def room(context: Context) -> Iterator[Finding]:
             yield fine("cgroup", "no memory limit, in v1 or v2")
 
 
-def count_need(context: Context) -> tuple[int, str]:
-    """Count the bytes that the job takes on the node with the most of it, as `mlflash plan` does, and say why."""
+def _job_of(context: Context) -> tuple[Job, Placement, int]:
+    """The job that is planned, where its redundancy is placed, and its nodes."""
     assert context.nbytes is not None
-    (nodes, ranks_per_node), scheme = context.shape, context.settings.redundancy
+    (nodes, ranks_per_node), settings = context.shape, context.settings
     job = Job(tuple(f"node{number}" for number in range(nodes)), ranks_per_node, context.nbytes,
               own_slots=context.own_slots, copy_slots=context.copy_slots, light=context.light,
-              gradients_nbytes=context.gradients_nbytes, on_disk=bool(context.settings.copies))  # fmt: skip
-    ((_, placement),), _ = consider(job, [scheme])
-    ranks = f"{many(ranks_per_node, 'rank')} of {show_bytes(context.nbytes)}, {context.own_slots} slots each"
+              kept_slots=context.copy_slots * settings.keeps_on_disk, gradients_nbytes=context.gradients_nbytes,
+              on_disk=bool(settings.copies))  # fmt: skip
+    ((_, placement),), _ = consider(job, [settings.redundancy])
+    return job, placement, nodes
+
+
+def count_need(context: Context) -> tuple[int, str]:
+    """Count the bytes that the job takes on the node with the most of it, as `mlflash plan` does, and say why."""
+    job, placement, nodes = _job_of(context)
+    scheme = context.settings.redundancy
+    ranks = f"{many(job.ranks_per_node, 'rank')} of {show_bytes(job.nbytes)}, {context.own_slots} slots each"
     if job.light:
         ranks += f" and {job.light_slots} light ones of {show_bytes(job.light_nbytes)}"
     made = f"{scheme} over {nodes} nodes" if nodes > 1 else f"{scheme} protects nothing on one node"

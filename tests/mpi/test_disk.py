@@ -226,3 +226,13 @@ def test_a_disk_that_fails_ends_the_history_and_no_save_after_that(
             assert ckpt.save(step, state_at(step)).wait().committed
     nodes.lose(1)
     check_restored(settings, 5)
+
+
+def test_a_disk_that_saves_are_too_fast_for_is_said_once(
+    settings: dict[str, Any], nodes: Nodes, replace: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    replace("disk_is_slow")
+    with Checkpointer(**settings) as ckpt:
+        for step in range(1, 6):
+            ckpt.save(step, state_at(step)).wait()
+    assert caplog.text.count("training waits for this disk. It can do one every") == 1

@@ -362,6 +362,16 @@ def test_alone_it_looks_at_this_node_and_leaves_nothing(shm: Path) -> None:
 
 
 @needs.MPI
+def test_a_disk_for_copies_is_written_and_left_empty(shm: Path, tmp_path: Path) -> None:
+    done = doctor("--memory", shm, "--need", "1MiB", "--nodes", 2, "--json", MLFLASH_COPIES=str(tmp_path))
+    (disk,) = [line for line in json.loads(done.stdout)["lines"] if line["check"] == "disk"]
+    assert disk["level"] == "ok" and "so it can do a save every" in str(disk), disk
+    assert [path for path in tmp_path.rglob("*") if path.is_file() or path.name.startswith("doctor")] == []
+    nowhere = doctor("--memory", shm, "--json", MLFLASH_COPIES=str(tmp_path / "nowhere"))
+    assert levels(nowhere)["disk"] == "warning"
+
+
+@needs.MPI
 def test_a_job_that_does_not_fit_is_an_error_with_what_to_do(shm: Path) -> None:
     done = doctor("--memory", shm, "--need", "1PB", "--nodes", 2, "--json", code=1)
     (space,) = [line for line in json.loads(done.stdout)["lines"] if line["check"] == "space"]
