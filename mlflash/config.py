@@ -178,6 +178,11 @@ class Config:
         0, "also keeps the checkpoints whose step is a multiple of this number. 0: no others", _NOT_NEGATIVE
     )
     format: str = _setting("dcp", "format of drained checkpoints: `dcp` or `hdf5`", _one_of("dcp", "hdf5"))
+    safetensors: str = _setting(
+        "",
+        "path of a part of the state, such as `model`: its whole tensors are also written with each drained "
+        "checkpoint, for `from_pretrained`. [drain.md](drain.md#for-hugging-face)",
+    )
     compression: str = _setting(
         "", 'compression, with `format="hdf5"`: `gzip`, `zstd`, `lz4`, ...', _one_of("", *COMPRESSIONS)
     )

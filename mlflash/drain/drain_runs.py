@@ -33,6 +33,7 @@ from ..commit.courier_state import CourierState
 from ..config import Config
 from ..crash_points import reach
 from ..errors import DrainFailed, MlflashError, text_of
+from ..events import Event
 from ..memory.inventory import scan
 from ..memory.slot import Attempt, Kind, Slot, Use, Verdict
 from ..mpi.background_collectives import BackgroundCollectives, in_thread
@@ -45,6 +46,7 @@ from ..storage.file_holes import FileWithHoles
 from ..storage.store import Store, each, is_url, open_store
 from . import checkpoint_directory, provenance
 from .checkpoint_directory import Listing
+from .consolidate import consolidate
 from .drain_handle import Drain
 from .index import RankFiles, encode_table
 from .provenance import Signer
@@ -278,11 +280,24 @@ class DrainQueue:
                 newest = [*self._folders.items()][1 - _FOLDERS :]
                 self._folders = {**dict(newest), drain_input.attempt: os.path.basename(current.path)}
                 self._note_certified()
+                if self._config.safetensors and context.world.rank == 0:
+                    yield from self._consolidated(store, current)
             current.end(error)
             context.recorder.drained(current.step, current.seconds or 0.0, current.nbytes, current.path, error)
 
         self._courier.begin_background(moves())
         return current
+
+    def _consolidated(self, store: Store, drain: Drain) -> Operation:
+        """Write files for Hugging Face, too; whoever waits for the drain waits for them. Not collective."""
+        has_moved = Event()
+        folder, part, patience_s = os.path.basename(drain.path), self._config.safetensors, self._config.timeout_s
+        for moved in in_thread(lambda: consolidate(store, drain.step, folder, part, has_moved.set, patience_s),
+                               "mlflash-safetensors"):  # fmt: skip
+            if has_moved.is_set():
+                has_moved.clear()
+                drain.note_progress()
+            yield moved
 
     def _refuse_if_broken(self) -> None:
         if self._courier.broken is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from emulated import Nodes, on_node
 from keys import key_pair
 from mpi4py import MPI
 from states import differences
+from torch.distributed.fsdp import fully_shard
 from waiting import until
 
 from mlflash import Checkpointer, errors
@@ -465,3 +467,37 @@ def test_an_exception_in_training_ends_a_drain_without_waiting_for_it(options: d
     COMM.Barrier()  # it is here within the hours that the drain would take
     until(lambda: not list(pfs.glob("step-*/.*.tmp")), "the thread that wrote to tidy up")
     assert not list(pfs.glob("step-*/checkpoint.mlflash"))
+
+
+def whole_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """What the file of safetensors in a folder has, of float32; its format is documented at Hugging Face."""
+    raw = (folder / "model.safetensors").read_bytes()
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    found = {}
+    for name, entry in json.loads(raw[8:begin]).items():
+        if name != "__metadata__":
+            first, end = entry["data_offsets"]
+            found[name] = np.frombuffer(raw[begin + first : begin + end], np.float32).reshape(entry["shape"])
+    return found
+
+
+@pytest.mark.skipif(SIZE != 3, reason="runs on 3 ranks")
+def test_a_part_is_also_written_whole_for_hugging_face(
+    options: dict[str, Any], pfs: Path, process_group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 2))
+    expected = {name: tensor.detach().numpy().copy() for name, tensor in net.named_parameters()}
+    state = {"model": fully_shard(net), "step": 0}
+    with Checkpointer(**options, drain_every=1, keep_last=1, safetensors="model") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state).wait()
+            ckpt.wait_drained()
+    COMM.barrier()
+    assert [path.name for path in (pfs / "safetensors").iterdir()] == ["step-00000002"]
+    found = whole_tensors(pfs / "safetensors" / "step-00000002")
+    assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in found)
+    with Checkpointer(**{**options, "job": "other"}, drain_every=1, safetensors="nothing") as ckpt:
+        ckpt.save(3, state)
+    text = COMM.bcast(caplog.text)
+    assert text.count("step 3 has no files in safetensors") == 1 and (pfs / "step-00000003").exists()

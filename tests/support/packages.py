@@ -17,7 +17,7 @@ PACKAGES: dict[str, str] = {
     "channel": "state placement memory mpi config telemetry protect launch",
     "save": "state memory protect channel",
     "commit": "state placement memory mpi config telemetry protect channel",
-    "drain": "state memory storage mpi config protect channel commit",
+    "drain": "state memory storage mpi config protect launch channel commit",
     "restore": "state memory storage mpi protect channel save commit drain",
     "courier": "placement memory mpi config protect launch channel commit drain restore",
     "run": "memory config telemetry launch",
