@@ -258,14 +258,25 @@ class Config:
         return bool(self.copies and self.history) and not self.job.endswith(LIGHT)
 
     @property
+    def drains_from_disk(self) -> bool:
+        """Whether drains read the disks, so that memory has no slot for them."""
+        return self.keeps_on_disk and not self.history_every_s and self.drain_every > 0
+
+    @property
     def slots(self) -> int:
         """Number of slots that a rank has for each copy of a state that it holds."""
         return slots_of(self.certify_after, self.history)
 
     @property
     def own_slots(self) -> int:
-        """Number of slots that a rank has in memory for its own state."""
-        return slots_of(self.certify_after, 0 if self.keeps_on_disk else self.history)
+        """Number of slots that a rank has in memory for its own state; one is drained, which may take long."""
+        kept = slots_of(self.certify_after, 0 if self.keeps_on_disk else self.history)
+        return kept + (self.drain_every > 0 and not self.drains_from_disk)
+
+    @property
+    def kept_slots(self) -> int:
+        """Number of slots that a rank has on a disk for its own state."""
+        return self.slots + self.drains_from_disk if self.keeps_on_disk else 0
 
     @property
     def slots_per_state(self) -> float:

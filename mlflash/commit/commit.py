@@ -474,7 +474,10 @@ def _committed(save: Save, state: CourierState, drains: Drains) -> None:
     recorder = state.recorder
     if not save.is_given_up:
         state.unprotected = None  # a newer step has full redundancy
-    drains.committed(save.slot, save.share, save.drain_asked, save.drains_idle)
+    slot, share = save.slot, save.share
+    if save.is_kept and state.config.drains_from_disk and (kept := state.pool.kept_of(save.attempt)):
+        slot, share = kept[0], kept[1] if len(kept) > 1 else None
+    drains.committed(slot, share, save.drain_asked, save.drains_idle)
     state.pool.saved(save.request.begun_s)
     recorder.holds(state.pool.nbytes)
     recorder.committed(save.request.step, time.perf_counter() - save.request.begun_s, save.attempt.generation)

@@ -96,8 +96,7 @@ def _assemble(
     if replicas is not None and config.share:
         replicas.share(losses_of(placement.scheme, world))
     protection = Protection(world, placement, "p2p" if config.copies else config.transport, config.job)
-    pool = SlotPool(memory, protection.owners, config.slots, config.own_slots + (config.drain_every > 0), disk,
-                    config.keeps_on_disk)  # fmt: skip
+    pool = SlotPool(memory, protection.owners, config.slots, config.own_slots, disk, config.kept_slots)
     copy_threads = as_many_as_help(world.ranks_on_host, world.least_of, trains_on)
     pace = SendRate(config.send_rate)
     run_id: bytes = world.broadcast(os.urandom(16), 0)

@@ -34,7 +34,9 @@ from ..config import Config
 from ..crash_points import reach
 from ..errors import DrainFailed, MlflashError, text_of
 from ..events import Event
+from ..memory.disk_slot import DiskSlot
 from ..memory.inventory import scan
+from ..memory.node_directory import FIRST_ON_DISK
 from ..memory.slot import Attempt, Kind, Slot, Use, Verdict
 from ..mpi.background_collectives import BackgroundCollectives, in_thread
 from ..mpi.job_thread import JobThread
@@ -312,7 +314,8 @@ class DrainQueue:
             if slot.manifest().shared is not None:
                 node = context.world.node_index
                 rows = scan(context.memory, node).of(header.attempt).rows
-                shares = rows[rows["kind"] == Kind.SHARE]
+                are_here = (rows["file"] >= FIRST_ON_DISK) == isinstance(slot, DiskSlot)  # those that this drain holds
+                shares = rows[(rows["kind"] == Kind.SHARE) & are_here]
                 files = {(node, (int(row["shared_by"]), int(row["number"]))): int(row["file"]) for row in shares}
             return {context.world.rank: open_rank_checkpoint(context.pool.open, context.world.node_index, slot, files)}
 

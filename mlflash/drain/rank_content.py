@@ -20,7 +20,6 @@ from ..channel.describe_ranks import Described
 from ..crash_points import reach
 from ..memory.slot import Attempt, Verdict
 from ..protect.rank_checkpoint import RankCheckpoint
-from ..state.layout import PAGE_NBYTES
 from ..state.leaves import Entry, apart, ties_of
 from ..state.rebuild import Read
 from ..storage.file_holes import FileWithHoles, Source
@@ -93,8 +92,7 @@ class RankContent:
     def index(self, places: Places) -> tuple[bytes, int]:
         """The encoded index of the file, and how many bytes of it say where everything is."""
         home = self.home
-        raw = home.slot.view[PAGE_NBYTES : PAGE_NBYTES + home.header.manifest_nbytes].tobytes()
-        return encode_index(raw, home.header.extents.payload_nbytes, places)
+        return encode_index(home.slot.encoded_manifest(), home.header.extents.payload_nbytes, places)
 
 
 def survey_of(drain_input: DrainInput) -> Survey:

@@ -25,6 +25,7 @@ import numpy as np
 
 from ..errors import CorruptSlot, MlflashError, text_of
 from ..state.layout import CHECK_NBYTES, PAGE_NBYTES, Extents, round_up
+from ..state.rebuild import Read
 from ..text import show_seconds
 from .node_directory import NodeDirectory
 from .slot import HEADER_NBYTES, Header, Incoming, Slot, Use, unpack
@@ -228,6 +229,18 @@ class DiskSlot(Slot):
 
     def body(self, extents: Extents) -> np.ndarray:
         return self.run(extents, 0, extents.blocks)
+
+    def reader(self, extents: Extents | None = None) -> Read:
+        if extents is None:
+            assert self.header is not None
+            extents = self.header.extents
+        of = extents
+        return lambda entry: self.part(of, entry.start, entry.start + entry.nbytes)
+
+    def part(self, extents: Extents, first: int, last: int) -> np.ndarray:
+        at = extents.payload_start + first
+        begin = at - at % PAGE_NBYTES
+        return self._read(begin, extents.payload_start + last - begin)[at - begin :]
 
     def read_into(self, view: np.ndarray) -> None:
         """Read the whole file; the header comes last, so that nobody takes a part for the whole."""

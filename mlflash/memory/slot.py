@@ -220,10 +220,18 @@ class Slot:
         header = self.header
         assert header is not None
         if self._decoded is None or self._decoded[0] is not header:
-            last = -(-header.manifest_nbytes // header.extents.block_nbytes)
-            raw = self.run(header.extents, 0, last)[: header.manifest_nbytes].tobytes()
-            self._decoded = (header, decode(raw, header.extents.payload_nbytes))
+            self._decoded = (header, decode(self.encoded_manifest(), header.extents.payload_nbytes))
         return self._decoded[1]
+
+    def encoded_manifest(self) -> bytes:
+        """The manifest of a sealed slot as it is."""
+        assert self.header is not None
+        nbytes, extents = self.header.manifest_nbytes, self.header.extents
+        return self.run(extents, 0, -(-nbytes // extents.block_nbytes))[:nbytes].tobytes()
+
+    def part(self, extents: Extents, first: int, last: int) -> np.ndarray:
+        """Bytes ``first`` to ``last - 1`` of the payload, uint8."""
+        return self.payload(extents)[first:last]
 
     def reader(self, extents: Extents | None = None) -> Read:
         """Return the bytes of entries: views, not to outlive the slot's use; ``extents``: if it is being written."""
@@ -296,10 +304,13 @@ def read_header(view: np.ndarray) -> Header | None:
 
 
 def close_others(slots: Iterable[Slot], own: Iterable[Slot]) -> None:
-    """Close the segments of some slots that own slots do not have."""
-    segments = [slot.segment for slot in own]
+    """Close the files of some slots that own slots do not have."""
+    own = list(own)
+    segments = [slot.segment for slot in own if slot.segment is not None]
     for slot in slots:
-        if slot.segment is not None and not any(slot.segment is segment for segment in segments):
+        if slot.segment is None and not any(slot is other for other in own):
+            slot.unmap()
+        elif slot.segment is not None and not any(slot.segment is segment for segment in segments):
             slot.segment.close()
 
 

@@ -35,17 +35,17 @@ class SlotPool:
         slots: number of slots for each copy.
         own: number of slots of its own in memory; if checkpoints are drained, one of them may be read for long.
         disk: where copies and parity are; None: in memory.
-        keeps: whether steps that are kept besides the newest are on the disk, whole, and not in memory.
+        kept: number of slots of its own on the disk: there steps are kept besides the newest, and not in memory.
     """
 
     def __init__(self, memory: NodeDirectory, owners: Sequence[int], slots: int = 2, own: int = 2,
-                 disk: Disk | None = None, keeps: bool = False):  # fmt: skip
+                 disk: Disk | None = None, kept: int = 0):  # fmt: skip
         self._memory, self.copies, self._disk = memory, slots, disk
         self.own = [Slot() for _ in range(own)]
         self.shares = [Slot() for _ in range(own)]  # without files if nothing is shared
         self.inbox = {owner: [self._on_disk() for _ in range(slots)] for owner in owners}
         # what this rank keeps of its own on the disk: states, shares
-        self.kept = [self._on_disk() for _ in range(slots * (keeps and disk is not None))]
+        self.kept = [self._on_disk() for _ in range(kept if disk is not None else 0)]
         self.kept_shares = [self._on_disk() for _ in self.kept]
         self._rejected: list[Slot] = []
         self.copied: set[int] = set()  # files of this node that were copied from a disk for a restore

@@ -39,15 +39,15 @@ class RankCheckpoint:
             return own
         behind = self.header.extents.payload_nbytes
         bounds = cuts(shared.nbytes, shared.shares)
-        payloads = [share.payload(share.header.extents) for share in self.shares if share.header is not None]
+        shares = [(share, share.header.extents) for share in self.shares if share.header is not None]
 
         def read(entry: Entry) -> np.ndarray:
             first, last = entry.start - behind, entry.start - behind + entry.nbytes
             if first < 0 or not entry.nbytes:
                 return own(entry)
             parts = [
-                payload[max(first, low) - low : min(last, high) - low]
-                for payload, (low, high) in zip(payloads, itertools.pairwise(bounds), strict=True)
+                share.part(extents, max(first, low) - low, min(last, high) - low)
+                for (share, extents), (low, high) in zip(shares, itertools.pairwise(bounds), strict=True)
                 if max(first, low) < min(last, high)
             ]
             return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -493,7 +493,7 @@ def _job_of(context: Context) -> tuple[Job, Placement, int]:
     (nodes, ranks_per_node), settings = context.shape, context.settings
     job = Job(tuple(f"node{number}" for number in range(nodes)), ranks_per_node, context.nbytes,
               own_slots=context.own_slots, copy_slots=context.copy_slots, light=context.light,
-              kept_slots=context.copy_slots * settings.keeps_on_disk, gradients_nbytes=context.gradients_nbytes,
+              kept_slots=settings.kept_slots, gradients_nbytes=context.gradients_nbytes,
               on_disk=bool(settings.copies))  # fmt: skip
     ((_, placement),), _ = consider(job, [settings.redundancy])
     return job, placement, nodes

@@ -153,12 +153,12 @@ def _job(given: dict[str, Any], measured: dict[str, Any]) -> tuple[Job, list[str
                                     given["hosts"])  # fmt: skip
     history, node = given["history"], NODES.get(given["node"])
     slots = slots_of(given["certify_after"], history)
-    kept = slots if history and given["on_disk"] else 0
+    kept = slots + given["draining"] if history and given["on_disk"] else 0
     memory = given["memory"] or (None if node is None else node.host_nbytes // _OF_TMPFS)
     job = Job(
         names, given["ranks_per_node"] or measured.get("ranks_per_node") or (8 if node is None else node.gpus), nbytes,
         domains.kinds if domains else (), tuple(map(domains.names, names)) if domains else (), memory,
-        own_slots=slots - history * bool(kept) + given["draining"], copy_slots=slots, kept_slots=kept,
+        own_slots=slots - history if kept else slots + given["draining"], copy_slots=slots, kept_slots=kept,
         host_nbytes=None if node is None else node.host_nbytes, alike_nbytes=alike,
         light=given["light"], gradients_nbytes=given["gradients"] or measured.get("gradients"),
         on_disk=given["on_disk"],

@@ -236,3 +236,24 @@ def test_a_disk_that_saves_are_too_fast_for_is_said_once(
         for step in range(1, 6):
             ckpt.save(step, state_at(step)).wait()
     assert caplog.text.count("training waits for this disk. It can do one every") == 1
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_drains_read_the_disk_and_take_no_slot_in_memory(settings: dict[str, Any], root: Path, alike: bool) -> None:
+    settings |= {"history": 1, "directory": root / "pfs", "drain_every": 1, "redundancy": "copy"}
+    replicated = {"w": range(SIZE)} if alike else None
+
+    def state(step: int) -> dict[str, Any]:
+        return state_at(step) | ({"w": np.arange(100_000.0) + step} if alike else {})
+
+    with Checkpointer(**settings, replicated=replicated) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step)).wait()
+            ckpt.wait_drained()
+        slots = ckpt.report()["slots"]
+    assert sum(slot["what"] == "own" for slot in slots) == 2
+    assert sum(slot["what"] == "kept" for slot in slots) <= 4 * (1 + alike)
+    with Checkpointer(**{**settings, "job": "another"}) as ckpt:  # it finds nothing in memory
+        for wanted in (3, 2):
+            found, got = ckpt.load(step=wanted)
+            assert found == wanted and differences(state(wanted), got, "", loaded=True) == []
