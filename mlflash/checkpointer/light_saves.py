@@ -50,7 +50,7 @@ log = logging.getLogger("mlflash")
 
 _TRIES = 3  # light saves that may fail before all saves are whole
 _ONCE, _FOR_GOOD = "it cannot be light, and the next save is whole", "no save can be light, and all are whole now"
-_AFTER, _NOT_YET = "after", 0  # name of the leaf with the digest after the steps, and what it has until it is made
+_AFTER, _NOT_YET = "checksum of weights", 0  # a leaf: what is true after the steps; until it is made
 _NO_OPTIMIZER = "no torch optimizer is in the state"
 
 

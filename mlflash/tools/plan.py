@@ -149,6 +149,8 @@ def _job(given: dict[str, Any], measured: dict[str, Any]) -> tuple[Job, list[str
                                "`mlflash plan --nodes 16 --bytes 12GiB`")  # fmt: skip
     if nbytes is None:
         nbytes, alike = measured["nbytes"], measured["alike"] if given["alike"] is None else alike
+    if given["gradients"] and not given["light"]:
+        raise click.UsageError("--gradients is for --light N")
     names, domains, notes = _places(given["nodes"] or measured.get("nodes"), given["domains"], given["slurm"],
                                     given["hosts"])  # fmt: skip
     history, node = given["history"], NODES.get(given["node"])

@@ -216,6 +216,7 @@ def test_a_report_of_a_run_says_what_was_measured(shm: Path, tmp_path: Path) -> 
     [
         ("--nodes 4", "Give --bytes or --report"),
         ("--bytes 1GiB", "Give --nodes, --hosts, --domains"),
+        ("--nodes 4 --bytes 1GiB --gradients 1GiB", "--gradients is for --light N"),
         ("--nodes 4 --bytes 12G", "bytes such as 12GiB"),
         ("--nodes 4 --bytes 0B", "at least 1 byte"),
         ("--nodes 4 --bytes 1GiB --alike 2GiB", "is larger than the state of a rank"),
