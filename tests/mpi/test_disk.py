@@ -228,16 +228,6 @@ def test_a_disk_that_fails_ends_the_history_and_no_save_after_that(
     check_restored(settings, 5)
 
 
-def test_a_disk_that_saves_are_too_fast_for_is_said_once(
-    settings: dict[str, Any], nodes: Nodes, replace: Callable[[str], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    replace("disk_is_slow")
-    with Checkpointer(**settings) as ckpt:
-        for step in range(1, 6):
-            ckpt.save(step, state_at(step)).wait()
-    assert caplog.text.count("training waits for this disk. It can do one every") == 1
-
-
 @pytest.mark.parametrize("alike", [False, True])
 def test_drains_read_the_disk_and_take_no_slot_in_memory(settings: dict[str, Any], root: Path, alike: bool) -> None:
     settings |= {"history": 1, "directory": root / "pfs", "drain_every": 1, "redundancy": "copy"}

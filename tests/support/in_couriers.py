@@ -10,7 +10,6 @@ import mmap
 import os
 import pickle
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,19 +103,6 @@ def disk_fails() -> None:
         really(file, start, pages)
 
     disk_slot.DiskFile.write = write  # type: ignore[method-assign]
-
-
-def disk_is_slow() -> None:
-    """Disks of couriers take a twentieth of a second to be synced."""
-    from mlflash.memory import disk_slot
-
-    really = disk_slot.DiskFile.sync
-
-    def sync(file: disk_slot.DiskFile) -> None:
-        time.sleep(0.05)
-        really(file)
-
-    disk_slot.DiskFile.sync = sync  # type: ignore[method-assign]
 
 
 def _changed_when_coded(with_its_check: bool) -> None:
