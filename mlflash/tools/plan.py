@@ -57,20 +57,18 @@ _OF_TMPFS = 2  # /dev/shm has a half of a node's memory, unless it is mounted wi
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A node that people have: its GPUs, and the bytes of their memory, of the host's memory and of local disks."""
+    """A node that people have: its GPUs, and the bytes of its memory."""
 
     gpus: int
-    gpu_nbytes: int
     host_nbytes: int
-    disk_nbytes: int
 
 
 NODES = {
-    "dgx-h100": Node(8, 80 * 10**9, 2 * 10**12, 8 * 3840 * 10**9),
-    "dgx-h200": Node(8, 141 * 10**9, 2 * 10**12, 8 * 3840 * 10**9),
-    "dgx-b200": Node(8, 180 * 10**9, 2 * 10**12, 8 * 3840 * 10**9),
-    "gb200-tray": Node(4, 186 * 10**9, 2 * 480 * 10**9, 4 * 3840 * 10**9),
-    "nd-mi300x-v5": Node(8, 192 << 30, 1850 << 30, 1000 << 30),
+    "dgx-h100": Node(8, 2 * 10**12),
+    "dgx-h200": Node(8, 2 * 10**12),
+    "dgx-b200": Node(8, 2 * 10**12),
+    "gb200-tray": Node(4, 2 * 480 * 10**9),
+    "nd-mi300x-v5": Node(8, 1850 << 30),
 }
 """docs/plan.md has the source of each figure."""
 
