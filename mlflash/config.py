@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -263,25 +263,18 @@ class Config:
         return self.keeps_on_disk and not self.history_every_s and self.drain_every > 0
 
     @property
-    def slots(self) -> int:
-        """Number of slots that a rank has for each copy of a state that it holds."""
-        return slots_of(self.certify_after, self.history)
+    def slots(self) -> SlotCounts:
+        return self.slots_if(self.drain_every > 0)
 
-    @property
-    def own_slots(self) -> int:
-        """Number of slots that a rank has in memory for its own state; one is drained, which may take long."""
-        kept = slots_of(self.certify_after, 0 if self.keeps_on_disk else self.history)
-        return kept + (self.drain_every > 0 and not self.drains_from_disk)
-
-    @property
-    def kept_slots(self) -> int:
-        """Number of slots that a rank has on a disk for its own state."""
-        return self.slots + self.drains_from_disk if self.keeps_on_disk else 0
+    def slots_if(self, drains: bool) -> SlotCounts:
+        """The slots of a rank if checkpoints are drained, or not."""
+        return slot_counts(self.certify_after, self.history, self.keeps_on_disk, drains, not self.history_every_s)
 
     @property
     def slots_per_state(self) -> float:
         """Bytes of slots in memory for each byte of state."""
-        return self.own_slots + self.slots * (0 if self.copies else redundancy.parse(self.redundancy).overhead)
+        slots = self.slots
+        return slots.own + slots.copies * (0 if self.copies else redundancy.parse(self.redundancy).overhead)
 
     @functools.cached_property
     def mark(self) -> int:
@@ -408,6 +401,34 @@ def slots_of(certify_after: int, history: int = 0) -> int:
     newer ones are saved. Each step of the history has one more.
     """
     return 2 + (certify_after > 0) + (certify_after > 1) + history
+
+
+class SlotCounts(NamedTuple):
+    """How many slots a rank has.
+
+    Attributes:
+        own: in memory, for its own state.
+        copies: for each copy that it holds.
+        kept: on a disk, for its own state.
+    """
+
+    own: int = 2
+    copies: int = 2
+    kept: int = 0
+
+
+def slot_counts(certify_after: int, history: int, on_disk: bool, drains: bool, is_each_kept: bool = True) -> SlotCounts:
+    """Return how many slots a rank has; one more is drained, which may take long.
+
+    Args:
+        on_disk: whether copies are on disks, and so the history.
+        is_each_kept: whether each step gets into the history; otherwise drains read memory.
+    """
+    copies = slots_of(certify_after, history)
+    if not (on_disk and history):
+        return SlotCounts(copies + drains, copies, 0)
+    from_disk = drains and is_each_kept
+    return SlotCounts(slots_of(certify_after) + (drains and not from_disk), copies, copies + from_disk)
 
 
 def history_of_light(light: int) -> int:

@@ -231,7 +231,7 @@ class CourierState:
         self.pool.aside -= trusted  # some were left aside, but can be used after all
         names = [name for name in names if file_number(name) not in self.pool.aside]
         assigned, left_over = assign(files, names, chosen, same_ranks, inboxes, self.shares,
-                                     len(self.pool.own), self.config.slots, self.pool.older(),
+                                     len(self.pool.own), self.config.slots.copies, self.pool.older(),
                                      self.pool.has_disk, self.pool.copied, len(self.pool.kept))  # fmt: skip
         self.protection.close_windows()
         # Shares, and slots of ranks of another world, may belong to no rank of this run.

@@ -96,7 +96,7 @@ def _assemble(
     if replicas is not None and config.share:
         replicas.share(losses_of(placement.scheme, world))
     protection = Protection(world, placement, "p2p" if config.copies else config.transport, config.job)
-    pool = SlotPool(memory, protection.owners, config.slots, config.own_slots, disk, config.kept_slots)
+    pool = SlotPool(memory, protection.owners, config.slots.copies, config.slots.own, disk, config.slots.kept)
     copy_threads = as_many_as_help(world.ranks_on_host, world.least_of, trains_on)
     pace = SendRate(config.send_rate)
     run_id: bytes = world.broadcast(os.urandom(16), 0)
@@ -121,8 +121,8 @@ def _assemble(
         state.left.attempt = earlier.choice.attempt
     if config.certify_after and world.rank == 0:
         log.info("certify_after=%d: memory holds %d states of each rank, and as many of each copy, instead of 2, to "
-                 "keep the certified step%s", config.certify_after, config.slots,
-                 " and the one on trial" if config.slots > 3 else "")  # fmt: skip
+                 "keep the certified step%s", config.certify_after, config.slots.copies,
+                 " and the one on trial" if config.slots.copies > 3 else "")  # fmt: skip
     if not config.job.endswith(LIGHT):  # its whole saves have the same
         _say_what_is_made(world, placement)
         _say_what_is_slow(world, config.memory)

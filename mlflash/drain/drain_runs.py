@@ -161,7 +161,7 @@ class DrainQueue:
         if slot.header.attempt == self._drained and self.last is not None and self.last.error is None:
             return
         attempt = slot.header.attempt
-        share = next((s for s in pool.shares if s.header is not None and s.header.attempt == attempt), None)
+        share = next(iter(pool.shares_of(attempt)), None)
         self._begin(slot, share)
 
     def _lacks_restored(self) -> bool:

@@ -174,7 +174,7 @@ class SlotPool:
         return None
 
     def _is_older(self, slot: Slot) -> bool:
-        return slot.header is not None and self._is_held_in(slot, self.older())
+        return self._is_held_in(slot, self.older())
 
     def _is_held_in(self, slot: Slot, held: Collection[Attempt]) -> bool:
         """Whether a slot holds one of some attempts, and must."""
@@ -313,6 +313,10 @@ class SlotPool:
     def holding(self, attempt: Attempt) -> list[Slot]:
         return [slot for slot in self.all() if slot.header is not None and slot.header.attempt == attempt]
 
+    def shares_of(self, attempt: Attempt) -> list[Slot]:
+        """This rank's share of an attempt, in memory."""
+        return [slot for slot in self.shares if slot.header is not None and slot.header.attempt == attempt]
+
     def kept_of(self, attempt: Attempt) -> list[Slot]:
         """What this rank has of its own on the disk."""
         return [slot for slot in (*self.kept, *self.kept_shares) if slot.header and slot.header.attempt == attempt]
@@ -338,7 +342,7 @@ class SlotPool:
 
         These have all of an attempt, whose redundancy is complete in its new places.
         """
-        restored = [slot.header.attempt for slot in slots if slot.header is not None]
+        older = {*self.older()} - {slot.header.attempt for slot in slots if slot.header is not None}
         if self._rejected:
             self.exchange()
         for slot in self._rejected:
@@ -347,8 +351,7 @@ class SlotPool:
                 slot.use = Use.FREE
         self._rejected = []
         for slot in self.all():
-            is_older = self._is_older(slot) and slot.header is not None and slot.header.attempt not in restored
-            if slot.use is Use.HOLDS and not is_older and not any(slot is other for other in slots):
+            if slot.use is Use.HOLDS and not self._is_held_in(slot, older) and not any(slot is o for o in slots):
                 slot.use = Use.FREE
 
     def hold_older(self) -> None:

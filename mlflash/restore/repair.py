@@ -507,7 +507,7 @@ def reprotect(context: CourierState, home: Slot) -> None:
         reach("reprotect.copied")
     kept = protection.kept(pool, header.attempt)
     give_receipts(home, *kept)
-    shares = [slot for slot in pool.shares if slot.header is not None and slot.header.attempt == header.attempt]
+    shares = pool.shares_of(header.attempt)
     pool.keep_only([home, *shares, *kept, *_keep(context, home)])
     pool.drop_spare()
     reach("reprotect.freed")
@@ -526,12 +526,12 @@ def _keep(context: CourierState, home: Slot) -> list[Slot]:
     header, pool = home.header, context.pool
     if header is None or not context.config.keeps_on_disk:
         return []
-    shares = [slot for slot in pool.shares if slot.header is not None and slot.header.attempt == header.attempt]
-    if context.world.all_of(context.keep_on_disk(home, *shares)):
+    if context.world.all_of(context.keep_on_disk(home, *pool.shares_of(header.attempt))):
         context.certification.keep(Saved(header.attempt, header.step))
-    for slot in pool.kept_of(header.attempt):
+    kept = pool.kept_of(header.attempt)
+    for slot in kept:
         slot.use = Use.HOLDS
-    return pool.kept_of(header.attempt)
+    return kept
 
 
 def protect_missing(context: CourierState, home: Slot, lacking: bool) -> None:

@@ -60,8 +60,7 @@ def doctor(need: int | None, redundancy: str | None, draining: bool, certify_aft
         environment = {**os.environ, DISABLE: ""}  # the check of the environment reports it
         settings = from_environment(environment, None, job="any", memory=memory, redundancy=redundancy, drain_every=0)
         settings = dataclasses.replace(settings, certify_after=certify_after or settings.certify_after)
-        own_slots = settings.own_slots + (draining and not settings.keeps_on_disk)
-        context = Context(settings, os.environ, launched(os.environ), need, own_slots, settings.slots, nodes,
+        context = Context(settings, os.environ, launched(os.environ), need, settings.slots_if(draining), nodes,
                           ranks_per_node, light, gradients)  # fmt: skip
     except (ConfigError, WorldMismatch) as error:
         raise click.UsageError(str(error)) from None

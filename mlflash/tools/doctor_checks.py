@@ -492,8 +492,8 @@ def _job_of(context: Context) -> tuple[Job, Placement, int]:
     assert context.nbytes is not None
     (nodes, ranks_per_node), settings = context.shape, context.settings
     job = Job(tuple(f"node{number}" for number in range(nodes)), ranks_per_node, context.nbytes,
-              own_slots=context.own_slots, copy_slots=context.copy_slots, light=context.light,
-              kept_slots=settings.kept_slots, gradients_nbytes=context.gradients_nbytes,
+              own_slots=context.slots.own, copy_slots=context.slots.copies, kept_slots=context.slots.kept,
+              light=context.light, gradients_nbytes=context.gradients_nbytes,
               on_disk=bool(settings.copies))  # fmt: skip
     ((_, placement),), _ = consider(job, [settings.redundancy])
     return job, placement, nodes
@@ -503,7 +503,7 @@ def count_need(context: Context) -> tuple[int, str]:
     """Count the bytes that the job takes on the node with the most of it, as `mlflash plan` does, and say why."""
     job, placement, nodes = _job_of(context)
     scheme = context.settings.redundancy
-    ranks = f"{many(job.ranks_per_node, 'rank')} of {show_bytes(job.nbytes)}, {context.own_slots} slots each"
+    ranks = f"{many(job.ranks_per_node, 'rank')} of {show_bytes(job.nbytes)}, {job.own_slots} slots each"
     if job.light:
         ranks += f" and {job.light_slots} light ones of {show_bytes(job.light_nbytes)}"
     made = f"{scheme} over {nodes} nodes" if nodes > 1 else f"{scheme} protects nothing on one node"

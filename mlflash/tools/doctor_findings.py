@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from ..config import Config, SlotCounts
 from ..launch.own_process import running
 from ..text import listed, many, named, show_bytes, show_seconds
 from .output import print_answer
@@ -29,7 +30,6 @@ from .output import print_answer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..config import Config
     from ..launch.launcher_variables import Launched
     from ..mpi.world import World
 
@@ -44,8 +44,7 @@ class Context:
     environment: Mapping[str, str]
     launched: Launched  # this process, according to its launcher
     nbytes: int | None = None  # state of each rank of the job that the user plans. None: unknown
-    own_slots: int = 2  # of each rank of that job
-    copy_slots: int = 2  # of each copy or parity file
+    slots: SlotCounts = dataclasses.field(default_factory=SlotCounts)  # of each rank of that job
     nodes: int | None = None  # nodes, ranks_per_node: size of that job. None: as started
     ranks_per_node: int | None = None
     light: int = 0  # saves of that job between two whole ones that are light

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from ..config import history_of_light, slots_of
+from ..config import history_of_light, slot_counts, slots_of
 from ..errors import ConfigError
 from ..memory.memory_limits import headroom
 from ..memory.parity_layout import parity_extents
@@ -151,14 +151,13 @@ def _job(given: dict[str, Any], measured: dict[str, Any]) -> tuple[Job, list[str
         raise click.UsageError("--gradients is for --light N")
     names, domains, notes = _places(given["nodes"] or measured.get("nodes"), given["domains"], given["slurm"],
                                     given["hosts"])  # fmt: skip
-    history, node = given["history"], NODES.get(given["node"])
-    slots = slots_of(given["certify_after"], history)
-    kept = slots + given["draining"] if history and given["on_disk"] else 0
+    node = NODES.get(given["node"])
+    slots = slot_counts(given["certify_after"], given["history"], given["on_disk"], given["draining"])
     memory = given["memory"] or (None if node is None else node.host_nbytes // _OF_TMPFS)
     job = Job(
         names, given["ranks_per_node"] or measured.get("ranks_per_node") or (8 if node is None else node.gpus), nbytes,
         domains.kinds if domains else (), tuple(map(domains.names, names)) if domains else (), memory,
-        own_slots=slots - history if kept else slots + given["draining"], copy_slots=slots, kept_slots=kept,
+        own_slots=slots.own, copy_slots=slots.copies, kept_slots=slots.kept,
         host_nbytes=None if node is None else node.host_nbytes, alike_nbytes=alike,
         light=given["light"], gradients_nbytes=given["gradients"] or measured.get("gradients"),
         on_disk=given["on_disk"],

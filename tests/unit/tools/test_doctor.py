@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from mlflash.cli import main
-from mlflash.config import from_environment
+from mlflash.config import SlotCounts, from_environment
 from mlflash.launch.launcher_variables import Launched, launched
 from mlflash.memory.memory_limits import headroom
 from mlflash.placement.topology import Node
@@ -168,7 +168,7 @@ def test_writing_leaves_nothing_and_a_directory_that_is_not_private_is_named(shm
 
 def test_what_a_job_takes_is_what_plan_says() -> None:
     need, words = doctor_checks.count_need(
-        context({"MLFLASH_REDUNDANCY": "xor:4"}, nbytes=GIB, own_slots=3, nodes=4, ranks_per_node=8)
+        context({"MLFLASH_REDUNDANCY": "xor:4"}, nbytes=GIB, slots=SlotCounts(3, 2, 0), nodes=4, ranks_per_node=8)
     )
     job = plan.Job(("a", "b", "c", "d"), 8, GIB, own_slots=3)
     ((scheme, placed),), _ = plan.consider(job, ["xor:4"])
