@@ -36,7 +36,7 @@ VENV := $(if $(filter mpich,$(MPI)),.venv,.venv-$(MPI))
 BIN := $(VENV)/bin
 REPORTS := .reports/$(MPI)
 SIZES := 1 2 3 4 5 8
-SOURCES := setup.py pyproject.toml $(wildcard slurm/*) $(shell find mlflash adapters -name '*.py' -o -name 'page.*')
+SOURCES := setup.py pyproject.toml $(wildcard slurm/*) $(shell find mlflash adapters -name '*.py' -o -name '*.c' -o -name 'page.*')
 
 # mpiexec as root, with more ranks than cores; MPICH ignores both variables.
 LAUNCH := $(if $(filter openmpi,$(MPI)),--oversubscribe --bind-to none)

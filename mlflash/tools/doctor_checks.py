@@ -41,6 +41,7 @@ from ..mpi.world import World
 from ..placement.redundancy import Placement, parse
 from ..placement.topology import Node
 from ..run.launch_systems import ask
+from ..state import copy_kernel
 from ..text import last_words, many, show_bytes, show_seconds
 from ..version import not_run_with
 from .doctor_findings import Context, Finding, fine, note, warning, wrong
@@ -577,6 +578,9 @@ def versions(context: Context) -> Iterator[Finding]:
     yield fine("versions", "{versions}", versions=text)
     if "torch" in installed and (unknown := not_run_with(installed["torch"])) is not None:
         yield warning("versions", unknown, "install one of these releases, or begin with a short run that you restore")
+    if copy_kernel.FASTEST is copy_kernel.Variant.NUMPY:
+        yield warning("versions", "the library with which mlflash copies was not built: saves stop training for about "
+                      "twice as long", "install mlflash where there is a C compiler (cc)")  # fmt: skip
 
 
 def environment(context: Context) -> Iterator[Finding]:
