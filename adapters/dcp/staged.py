@@ -245,6 +245,7 @@ def _are_same(some: list[torch.Tensor], others: list[Any]) -> bool:
 
 def _views(ahead: StagedState) -> list[torch.Tensor]:
     """View the tensors that were staged in a slot. All views have one storage, which no other tensor uses."""
+    ahead.uncheck()  # a planner may write to them
     layout = ahead.plan.layout
     payload = torch.from_numpy(ahead.slot.payload(layout.extents))
     of_dtype: dict[torch.dtype, torch.Tensor] = {}

@@ -137,6 +137,17 @@ class Slot:
         self.header = None
         self.use = Use.BUSY
 
+    def begin(self, extents: Extents) -> None:
+        """Unseal it for a content whose checksums are made along with it: from now on 0 in the table means none yet."""
+        self.unseal()
+        self.table(extents)[:] = 0
+        self.view[: len(BEGUN)] = np.frombuffer(BEGUN, dtype=np.uint8)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it is not sealed, and the checksums in its table that are not 0 are those of its blocks."""
+        return self.view[: len(BEGUN)].tobytes() == BEGUN
+
     def seal(self, header: Header) -> None:
         """Write the header, last of all: from then on the slot can be restored from."""
         packed = np.frombuffer(header.pack(), dtype=np.uint8)
@@ -335,7 +346,7 @@ def leave_behind(memory: NodeDirectory, slots: Iterable[Slot], may_leave: Callab
     return None
 
 
-MAGIC = b"MLFLASH\x00"
+MAGIC, BEGUN = b"MLFLASH\x00", b"MLFBEGUN"
 VERSION = 1
 MAX_GROUP = 32  # the most ranks of a group that the header can name
 

@@ -46,7 +46,7 @@ ARRIVAL_S = 30.0  # how long after its notice a Put chunk may take to become vis
 
 
 class Source:
-    """A slot that is sent; if it is not sealed yet, its checksums are made during the transfer.
+    """A slot that is sent; if it is not sealed yet, the checksums that it lacks are made during the transfer.
 
     Args:
         seal: called with the checksum of the finished table; makes the header, or returns None if the slot must stay
@@ -65,11 +65,12 @@ class Source:
     def check_up_to(self, block: int) -> None:
         """Make the checksums of all blocks below ``block`` that have none yet."""
         if block > self._checked:
-            table = self.slot.table(self.extents)
+            table, is_begun = self.slot.table(self.extents), self.slot.is_begun
             step = max(1, _EXAMINED_NBYTES // self.extents.block_nbytes)
             for first in range(self._checked, block, step):
                 last = min(first + step, block)
-                table[first:last] = self.slot.check_blocks(self.extents, first, last)
+                if not is_begun or not table[first:last].all():
+                    table[first:last] = self.slot.check_blocks(self.extents, first, last)
                 self._examine(last)
             self._checked = block
 

@@ -35,7 +35,8 @@ from ..errors import (
 from ..memory.inventory import NEWEST, WantedStep
 from ..protect.rank_checkpoint import RankCheckpoint, open_rank_checkpoint
 from ..save.save_queue import SaveQueue
-from ..state.rebuild import Filling, materialize, refuse_differences
+from ..state.leaves import Described
+from ..state.rebuild import Comparison, Filling, materialize
 from ..storage.store import open_store
 from . import reshard
 from .open_in_directory import OpenInDirectory
@@ -394,11 +395,16 @@ class Restores:
         def prepare() -> tuple[MemoryCheckpoint, Filling | None]:
             checkpoint = self._open(choice)
             home = checkpoint.own
-            if home is None or reshard.only_shards_differ(state, home):
+            if home is None:
                 return checkpoint, None
-            manifest = home.manifest
-            refuse_differences(state, manifest.tree, manifest.entries)
-            return checkpoint, Filling(state, manifest.tree, manifest.entries, manifest.plain, home.reader())
+            described, manifest = Described(), home.manifest
+            comparison = Comparison(state, manifest.tree, manifest.entries, described)
+            is_alike = not comparison.differences and not comparison.has_objects
+            if not is_alike and reshard.only_shards_differ(state, home):
+                return checkpoint, None
+            comparison.refuse()
+            filling = Filling(state, manifest.tree, manifest.entries, manifest.plain, home.reader(), described)
+            return checkpoint, filling
 
         def numbers(prepared: tuple[MemoryCheckpoint, Filling | None]) -> list[int]:
             _, filling = prepared

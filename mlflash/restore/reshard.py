@@ -36,7 +36,7 @@ from ..state.layout import PAGE_NBYTES
 from ..state.leaves import Entry, Flat, Leaf, Tree, live_bytes, place_of
 from ..state.old_ranks import OldRank, OldRanks, Parts
 from ..state.paths import plain_leaves
-from ..state.rebuild import Filling, compare, refuse_differences
+from ..state.rebuild import Comparison, Filling, compare
 from ..state.torch_objects import has_shape_of, is_like, parameters
 from ..text import listed, named
 from .open_in_memory import OpenCheckpoint
@@ -238,7 +238,7 @@ def _want(rank: int, opened: OpenCheckpoint, state: Any) -> _Wanted:
     entries = [_as_live(entry, live_entries) for entry in own.entries]
     if rank not in olds:  # what ranks do not have in common may have any shape here
         entries = [live_entries.get(e.name, e) if olds.is_private(olds.spots_of(e)) else e for e in entries]
-    refuse_differences(state, own.tree, tuple(entries))
+    Comparison(state, own.tree, tuple(entries)).refuse()
     leaves: list[Leaf] = []
     starts: dict[int, int] = {}
     made_of: dict[int, Parts] = {}

@@ -70,6 +70,7 @@ class DeferredCopies:
         self._versions = [(name, tensor, tensor._version) for name, tensor in tensors]
         self._made = Event()  # set when all pieces are copied
         self.error: StateError | None = None
+        self.when_made: list[Callable[[], object]] = []  # called when all pieces are copied, before `finish` returns
         # called if something other than an optimizer's step changed a tensor; on any thread
         self.tell_changed: Callable[[], object] = lambda: None
         # whether the save has ended, so that nothing needs to wait any more
@@ -113,6 +114,8 @@ class DeferredCopies:
         """Make all copies that are left, and wait until all are made."""
         self.help()
         self._await_pieces()
+        for call in self.when_made:
+            call()
         for transfer in self._transfers:
             if not transfer.wait(self._timeout_s):
                 self._fail(StateError(f"a device did not finish its copies within {self._timeout_s:g} s"))

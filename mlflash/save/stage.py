@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import xxhash
@@ -26,17 +26,18 @@ from ..memory.memory_limits import available, headroom
 from ..memory.own_slots import OwnSlots
 from ..memory.shared_memory_segment import Segment
 from ..memory.slot import Slot
-from ..protect.deduplication import Piece, Plan, Sharing, own_pieces, pieces
-from ..state import manifest
-from ..state.layout import PAGE_NBYTES, Layout, plan
+from ..protect.deduplication import Piece, Plan, Sharing, pieces
+from ..state import copy_kernel, manifest
+from ..state.copy_kernel import Todo, addresses, refuse_freed
+from ..state.layout import PAGE_NBYTES, Extents, Layout, plan
 from ..state.leaves import (
+    Entry,
     Flat,
     Leaf,
     Structure,
     as_bits,
     as_bytes,
     from_bytes,
-    is_copied_as_bytes,
     kept_bytes,
     live_bytes,
 )
@@ -157,11 +158,11 @@ class Staging:
         """
         if planned.sharing is None:
             share = None
-        for target in (slot,) if share is None else (slot, share):
+        for target, extents in _files_of(planned, slot, share):
             assert target.segment is not None
             if not target.segment.ready.wait(self._timeout_s):
                 raise SaveFailed(f"the pages of {target.name} were not ready after {self._timeout_s:g} s")
-            target.unseal()
+            target.begin(extents)  # the courier makes the checksums that are not made here
         reach("stage.unsealed")
         slot.view[PAGE_NBYTES : PAGE_NBYTES + len(planned.manifest)] = np.frombuffer(planned.manifest, dtype=np.uint8)
         if share is not None:  # the host copies and checks leaves that are cut
@@ -177,7 +178,7 @@ class Staging:
         later, transfers = ([], []) if samples is None else copy_plan.begin(flat.values, lazy, samples)
         checks: dict[Piece, int] = {}
         if share is not None:
-            for leaf, work in _pieces_of(flat, planned, share, checks, lazy, samples):
+            for leaf, work in _checks_of_others(flat, planned, checks, lazy):
                 if leaf in lazy:
                     later.append(work)
                 else:
@@ -198,26 +199,24 @@ class Staging:
         return checks, copies
 
     def _copy_plan(self, planned: Plan, slot: Slot, share: Slot | None, flat: Flat) -> CopyPlan:
-        """Where each leaf that is not cut goes, and how."""
-        layout = planned.layout
+        """Where each leaf goes, and how."""
+        layout, sharing = planned.layout, planned.sharing
         key = (slot.name, "" if share is None else share.name)
-        segments = [part.segment for part in (slot, share) if part is not None and part.segment is not None]
+        files = _files_of(planned, slot, share)
+        segments = [part.segment for part, _ in files if part.segment is not None]
         copy_plan = self._copy_plans.get(key)
         # Compare mappings, not names: views belong to a mapping, and a new file may have the name of an old one.
         if copy_plan is None or copy_plan.layout is not layout or copy_plan.segments != segments:
-            payload = slot.payload(layout.extents)
-            _clear_gaps(layout, payload)
-            targets: list[Any] = [
-                from_bytes(entry, payload[entry.start : entry.start + entry.nbytes])
-                if entry.nbytes and tie < 0 and not layout.is_shared(entry)
-                else None
-                for entry, tie in zip(layout.entries, flat.structure.ties, strict=True)
+            _clear_gaps(layout, slot.payload(layout.extents))
+            rooms = [Room(part.body(size), size.block_nbytes, part.table(size)) for part, size in files]
+            places = _places(layout, flat.structure.ties, layout.extents.manifest_room)
+            places += [
+                Place(piece.leaf, 1, piece.at, piece.start, piece.end)
+                for piece in planned.pieces
+                if sharing is not None and piece.share == sharing.share
             ]
-            if share is not None:
-                for piece, room in own_pieces(planned, share):
-                    if room.nbytes == layout.entries[piece.leaf].nbytes:
-                        targets[piece.leaf] = from_bytes(layout.entries[piece.leaf], room)
-            copy_plan = self._copy_plans[key] = CopyPlan(layout, segments, targets, self._copy_threads, self._timeout_s)
+            copy_plan = CopyPlan(layout, segments, rooms, places, self._copy_threads, self._timeout_s)
+            self._copy_plans[key] = copy_plan
         return copy_plan
 
     def replan(self) -> None:
@@ -235,35 +234,28 @@ def has_room(planned: Plan, slot: Slot, share: Slot) -> bool:
     return slot.view.nbytes >= planned.layout.extents.nbytes and (size is None or share.view.nbytes >= size.nbytes)
 
 
-def _pieces_of(
-    flat: Flat,
-    planned: Plan,
-    share: Slot,
-    checks: dict[Piece, int],
-    lazy: Collection[int],
-    samples: SampledBytes | None,
+def _files_of(planned: Plan, slot: Slot, share: Slot | None) -> list[tuple[Slot, Extents]]:
+    """The files that a state goes into, and how they are laid out."""
+    size = planned.share_extents
+    own = [(slot, planned.layout.extents)]
+    return own if share is None or size is None else [*own, (share, size)]
+
+
+def _checks_of_others(
+    flat: Flat, planned: Plan, checks: dict[Piece, int], lazy: Collection[int]
 ) -> Iterator[tuple[int, Work]]:
-    """For leaves that are cut: work that copies pieces of this rank's share, or puts those of others in ``checks``."""
+    """For each piece of another rank's share, its leaf, and work that puts its checksum into ``checks``."""
     assert planned.sharing is not None
 
     def check(value: Any, piece: Piece) -> None:
         is_late = piece.leaf in lazy
         checks[piece] = xxhash.xxh3_64_intdigest(live_bytes(value, piece.start, piece.end, kept=is_late).data)
 
-    def now(leaf: int) -> Any:
-        value = flat.values[leaf]  # the leaf may move to other memory later
-        return value if isinstance(value, np.ndarray) else value.detach()
-
-    for piece, room in own_pieces(planned, share):
-        entry = flat.structure.entries[piece.leaf]
-        if room.nbytes < entry.nbytes:
-            live = live_bytes(flat.values[piece.leaf], piece.start, piece.end, kept=piece.leaf in lazy)
-            if samples is not None and piece.leaf in lazy:
-                samples.add(entry.name, live, room)
-            yield piece.leaf, functools.partial(np.copyto, room, live)
     for piece in planned.pieces:
         if piece.share != planned.sharing.share:
-            yield piece.leaf, functools.partial(check, now(piece.leaf), piece)
+            value = flat.values[piece.leaf]  # the leaf may move to other memory later
+            now = value if isinstance(value, np.ndarray) else value.detach()
+            yield piece.leaf, functools.partial(check, now, piece)
 
 
 def _clear_gaps(layout: Layout, payload: np.ndarray) -> None:
@@ -278,18 +270,48 @@ def _clear_gaps(layout: Layout, payload: np.ndarray) -> None:
     payload[at:] = 0
 
 
-# Where the leaves of a state go in one slot, and how: at once, or later. Large contiguous CPU tensors go through
-# np.copyto (memcpy on one thread; torch's OpenMP copy is up to 26 times slower if ranks compete for cores). Small ones
-# go through one torch._foreach_copy_ per dtype, and those on other devices through a `DeviceCopies`.
+# Where the leaves of a state go in one slot and its share, and how: at once, or later. Contiguous ones in the host's
+# memory go through `copy_kernel`, which makes the checksums of blocks along with the copy. Before that torch and NumPy
+# copy the others, and those on other devices go through a `DeviceCopies`. A block that is not complete then keeps a 0
+# in the table, and the courier makes its checksum.
+
+
+class Room(NamedTuple):
+    """A file, or plain memory, that leaves go into; ``table``: of its blocks, or None if nobody needs one."""
+
+    body: np.ndarray  # (nbytes,) uint8
+    block_nbytes: int
+    table: np.ndarray | None  # (blocks,) uint64
+
+
+class Place(NamedTuple):
+    """Where the bytes ``start`` to ``end`` of a leaf go: to ``at`` in the body of a room, which has a number."""
+
+    leaf: int
+    room: int
+    at: int
+    start: int
+    end: int
+
+
+def _places(layout: Layout, ties: Sequence[int], base: int) -> list[Place]:
+    """The places of all leaves but shared ones, in their room; ``base``: where the payload begins there."""
+    return [
+        Place(number, 0, base + entry.start, 0, entry.nbytes)
+        for number, (entry, tie) in enumerate(zip(layout.entries, ties, strict=True))
+        if entry.nbytes and tie < 0 and not layout.is_shared(entry)
+    ]
 
 
 class CopyPlan:
-    """Where the leaves go in one slot, and how; ``targets``: a view for each; None: nowhere, or in pieces."""
+    """Where the leaves go, and how; a leaf without a place is empty, tied to another one, or stored by other ranks."""
 
     def __init__(
-        self, layout: Layout, segments: list[Segment], targets: list[Any], copy_threads: CopyThreads, timeout_s: float
-    ):
-        self.layout, self.segments, self._targets = layout, segments, targets
+        self, layout: Layout, segments: list[Segment], rooms: Sequence[Room], places: Sequence[Place],
+        copy_threads: CopyThreads, timeout_s: float,
+    ):  # fmt: skip
+        self.layout, self.segments = layout, segments
+        self._rooms, self._places = rooms, sorted(places, key=lambda place: (place.room, place.at))
         self._copy_threads, self._timeout_s = copy_threads, timeout_s
         self._structure: Structure | None = None
         self._lazy: frozenset[int] = frozenset()
@@ -299,33 +321,44 @@ class CopyPlan:
         if flat.structure is self._structure and lazy == self._lazy:
             return
         self._at_once, self._later = _Kinds(), _Kinds()
-        for number, (value, target) in enumerate(zip(flat.values, self._targets, strict=True)):
-            if target is not None:
-                (self._later if number in lazy else self._at_once).add(number, value, target)
+        for place in self._places:
+            value, raw, entry = flat.values[place.leaf], self._bytes_at(place), self.layout.entries[place.leaf]
+            if place.leaf not in lazy:
+                self._at_once.add(place, value, raw, entry)
+            elif isinstance(value, np.ndarray):  # it is `Computed`
+                self._later.typed.append((place, from_bytes(entry, raw)))
+            else:
+                self._later.add(place, value, raw, entry)
         if self._at_once.on_devices or self._later.on_devices:
             for segment in self.segments:
                 segment.pin()
+        others = [*self._at_once.of_devices, *self._later.of_devices, *(place for place, _ in self._later.typed)]
+        self._copies = [
+            _copies_into(room, *(
+                [place for place in places if place.room == number]
+                for places in (self._at_once.contiguous, self._later.contiguous, others)
+            ))
+            for number, room in enumerate(self._rooms)
+        ]  # fmt: skip
         self._structure, self._lazy = flat.structure, lazy
+
+    def _bytes_at(self, place: Place) -> np.ndarray:
+        return self._rooms[place.room].body[place.at : place.at + place.end - place.start]
 
     def copy(self, values: list[Any]) -> None:
         """Copy what is copied at once; then that may be changed again. Raises SaveFailed if a device takes too long."""
         kinds = self._at_once
         transfers = kinds.transfers(values, {}, self.segments)
-        for number, target in kinds.arrays:
-            np.copyto(target, values[number])
-        works: list[Work] = []
-        for number, target, raw in kinds.large:
-            value = values[number]
-            if value.is_conj() or value.is_neg():
-                _copy_together([target], [value])
-            elif self._copy_threads.threads == 1:
-                np.copyto(raw, as_bytes(value))
+        for place in kinds.cut:
+            np.copyto(self._bytes_at(place), live_bytes(values[place.leaf], place.start, place.end))
+        for place, target in kinds.typed:
+            if isinstance(target, np.ndarray):
+                np.copyto(target, values[place.leaf])
             else:
-                works += _in_pieces(raw, as_bytes(value))
-        self._copy_threads.run(works)
-        for dtype, (targets, numbers) in kinds.small.items():
-            leaves = [values[n] for n in numbers]
-            _copy_together(targets, list(map(as_bits, leaves)) if is_copied_as_bytes(dtype) else leaves)
+                with sys.modules["torch"].no_grad():
+                    as_bits(target).copy_(as_bits(values[place.leaf]))
+        is_alone = self._copy_threads.threads == 1
+        self._copy_threads.run([work for now, _ in self._copies for work in now.works(values, is_alone)])
         for transfer in transfers:
             if not transfer.wait(self._timeout_s):
                 raise SaveFailed(f"a device did not finish its copies within {self._timeout_s:g} s")
@@ -338,18 +371,19 @@ class CopyPlan:
         Both use the places where the bytes are now, because a parameter may get other memory meanwhile (FSDP does
         that).
         """
-        pieces: list[Work] = []
-        for number, target in self._later.arrays:
-            pieces.append(functools.partial(_compute, target, lazy[number]))
-        for number, _, raw in self._later.large:
-            live = kept_bytes(values[number].detach())
-            samples.add(self.layout.entries[number].name, live, raw)
-            pieces += _in_pieces(raw, live)
+        kinds = self._later
+        pieces: list[Work] = [functools.partial(_compute, target, lazy[place.leaf]) for place, target in kinds.typed]
+        lives = {place.leaf: kept_bytes(values[place.leaf].detach()) for place in kinds.contiguous}
+        for place in kinds.contiguous:
+            live = lives[place.leaf][place.start : place.end]
+            samples.add(self.layout.entries[place.leaf].name, live, self._bytes_at(place))
+        for _, then in self._copies:
+            pieces += then.works(lives)
         noted = {}
-        for device, (targets, numbers) in self._later.on_devices.items():
+        for device, (targets, numbers) in kinds.on_devices.items():
             names, leaves = [self.layout.entries[n].name for n in numbers], [values[n] for n in numbers]
             noted[device] = samples.note_on(device, names, leaves, [as_bytes(target) for target in targets])
-        return pieces, self._later.transfers(values, noted, self.segments)
+        return pieces, kinds.transfers(values, noted, self.segments)
 
     def read_back(self, flat: Flat) -> None:
         """Read the smallest leaf of each kind as a restore would, and compare it with the live one.
@@ -357,23 +391,24 @@ class CopyPlan:
         For a leaf that is copied later, only dtype and shape are compared: `SampledBytes` compares its bytes.
         """
         smallest: dict[tuple[Any, ...], int] = {}
-        entries = self.layout.entries
-        for number, (value, target) in enumerate(zip(flat.values, self._targets, strict=True)):
-            if target is None and entries[number].nbytes:
-                continue  # tied to another leaf, or copied in pieces
-            kind = (entries[number].kind, entries[number].dtype, target is None, number in self._lazy, *_how(value))
+        entries, place_of = self.layout.entries, {place.leaf: place for place in self._places}
+        for number, value in enumerate(flat.values):
+            place, nbytes = place_of.get(number), entries[number].nbytes
+            if nbytes and (place is None or place.end - place.start < nbytes):
+                continue  # tied to another leaf, or cut
+            kind = (entries[number].kind, entries[number].dtype, nbytes == 0, number in self._lazy, *_how(value))
             first = smallest.setdefault(kind, number)
-            if entries[number].nbytes < entries[first].nbytes:
+            if nbytes < entries[first].nbytes:
                 smallest[kind] = number
         for number in smallest.values():
-            value, target, entry = flat.values[number], self._targets[number], entries[number]
-            read = from_bytes(entry, np.empty(0, dtype=np.uint8)) if target is None else target
+            value, entry = flat.values[number], entries[number]
+            raw = self._bytes_at(place_of[number]) if number in place_of else np.empty(0, dtype=np.uint8)
+            read = from_bytes(entry, raw)
             if (read.dtype, tuple(read.shape)) != (value.dtype, tuple(value.shape)):
                 raise StateError("a restore would read another dtype or shape", tensor=entry.name,
                                  expected=f"{value.dtype} {tuple(value.shape)}",
                                  found=f"{read.dtype} {tuple(read.shape)}")  # fmt: skip
-            is_there = target is not None and number not in self._lazy
-            if is_there and not np.array_equal(as_bytes(target), live_bytes(value)):
+            if number not in self._lazy and not np.array_equal(raw, live_bytes(value)):
                 raise StateError("a restore would read other bytes than this leaf has: the copy is wrong, or the "
                                  "leaf was changed meanwhile", tensor=entry.name)  # fmt: skip
 
@@ -382,35 +417,35 @@ def _how(value: Any) -> tuple[Any, ...]:
     """What decides how a leaf is copied, besides its dtype."""
     if isinstance(value, np.ndarray):
         return (value.flags.c_contiguous,)
-    is_odd = value.is_conj() or value.is_neg()
-    return value.device, value.is_contiguous(), value.numel() * value.element_size() >= LARGE_NBYTES, is_odd
+    return value.device, value.is_contiguous(), value.is_conj() or value.is_neg()
 
 
 class _Kinds:
     """Leaves by how they are copied."""
 
     def __init__(self) -> None:
-        self.arrays: list[tuple[int, Any]] = []  # numbers and targets of those that numpy copies
-        # numbers of tensors, their targets, and the bytes of these, for memcpy
-        self.large: list[tuple[int, Any, np.ndarray]] = []
-        # for each dtype: targets and numbers of those that torch copies together
-        self.small: dict[Any, tuple[list[Any], list[int]]] = {}
+        self.contiguous: list[Place] = []  # in the host's memory, and all bits as they are
+        # typed: each with a view of the leaf's dtype and shape. cut: parts of leaves that are not contiguous
+        self.typed: list[tuple[Place, Any]] = []
+        self.cut: list[Place] = []
         self.on_devices: dict[Any, tuple[list[Any], list[int]]] = {}  # for each device: targets and numbers
+        self.of_devices: list[Place] = []  # the same leaves
 
-    def add(self, number: int, value: Any, target: Any) -> None:
-        if isinstance(value, np.ndarray):
-            self.arrays.append((number, target))
-        elif value.device.type == "cpu" and target.nbytes >= LARGE_NBYTES and value.is_contiguous():
-            self.large.append((number, target, as_bytes(target)))
+    def add(self, place: Place, value: Any, raw: np.ndarray, entry: Entry) -> None:
+        """Add a leaf, or a part of one, and the bytes where it goes."""
+        is_array = isinstance(value, np.ndarray)
+        on_host = is_array or value.device.type == "cpu"
+        if on_host and _is_as_stored(value):
+            self.contiguous.append(place)
+        elif raw.nbytes < entry.nbytes:
+            self.cut.append(place)
+        elif on_host:
+            self.typed.append((place, from_bytes(entry, raw)))
         else:
-            on_host = value.device.type == "cpu"
-            targets, numbers = (
-                self.small.setdefault(value.dtype, ([], []))
-                if on_host
-                else self.on_devices.setdefault(value.device, ([], []))
-            )
-            targets.append(as_bits(target))
-            numbers.append(number)
+            targets, numbers = self.on_devices.setdefault(value.device, ([], []))
+            targets.append(as_bits(from_bytes(entry, raw)))
+            numbers.append(place.leaf)
+            self.of_devices.append(place)
 
     def transfers(
         self, values: list[Any], more: Mapping[Any, tuple[Any, Any]], segments: Sequence[Segment]
@@ -426,19 +461,67 @@ class _Kinds:
         return copies
 
 
-def _in_pieces(target: np.ndarray, source: np.ndarray) -> list[Work]:
-    parts = (slice(at, at + _PIECE_NBYTES) for at in range(0, target.nbytes, _PIECE_NBYTES))
-    return [functools.partial(np.copyto, target[part], source[part]) for part in parts]
+def _is_as_stored(value: Any) -> bool:
+    """Whether the bytes of a leaf are those that a slot gets."""
+    if isinstance(value, np.ndarray):
+        return bool(value.flags.c_contiguous)
+    return value.is_contiguous() and not (value.is_conj() or value.is_neg())
+
+
+def _copies_into(
+    room: Room, now: Sequence[Place], then: Sequence[Place], others: Sequence[Place]
+) -> tuple[_PartCopies, _PartCopies]:
+    """The copies of contiguous leaves into a room, now and later; ``others``: what something else fills later."""
+    blocks = -(-room.body.nbytes // room.block_nbytes)
+    touched = []
+    for places in (now, then, others):
+        touched.append(np.zeros(blocks, dtype=bool))
+        for place in places:
+            end = place.at + place.end - place.start
+            touched[-1][place.at // room.block_nbytes : -(-end // room.block_nbytes)] = True
+    is_now, is_then, is_other = touched
+    unchecked = is_other | (room.table is None)
+    todo_now = np.where(is_then | unchecked, np.where(is_now, Todo.COPY, Todo.SKIP), Todo.COPY_AND_CHECK)
+    todo_then = np.where(is_then, np.where(unchecked, Todo.COPY, Todo.COPY_AND_CHECK), Todo.SKIP)
+    return _PartCopies(room, now, todo_now), _PartCopies(room, then, todo_then)
+
+
+class _PartCopies:
+    """Copies of contiguous leaves, or parts of them, into a room; ``todo``: of each of its blocks."""
+
+    def __init__(self, room: Room, places: Sequence[Place], todo: np.ndarray):
+        self._room, self._todo = room, todo.astype(np.uint8)
+        self._leaves = [place.leaf for place in places]
+        self._large = [place.leaf for place in places if place.end - place.start >= LARGE_NBYTES]
+        self._sources: list[int] = []  # where the leaves were the last time
+        self._parts = np.zeros(len(places), dtype=copy_kernel.PART)
+        self._parts["start"] = [place.at for place in places]
+        self._parts["nbytes"] = [place.end - place.start for place in places]
+        self._offsets = np.array([place.start for place in places], dtype="<u8")
+        many = max(1, _PIECE_NBYTES // room.block_nbytes)
+        runs = [(first, min(first + many, len(todo))) for first in range(0, len(todo), many)]
+        self._runs = [(first, last) for first, last in runs if self._todo[first:last].any()]
+
+    def works(self, values: Mapping[int, Any] | list[Any], as_one: bool = False) -> list[Work]:
+        """Return pieces of work that make all of them from where the leaves are now; ``as_one``: at most one."""
+        if not self._runs:
+            return []
+        leaves, parts = [values[leaf] for leaf in self._leaves], self._parts.copy()
+        parts["source"] = sources = addresses(leaves)
+        parts["source"] += self._offsets
+        refuse_freed(leaves if sources != self._sources else [values[leaf] for leaf in self._large])
+        self._sources = sources
+        runs = [(self._runs[0][0], self._runs[-1][1])] if as_one else self._runs
+        return [functools.partial(self._fill, parts, leaves, first, last) for first, last in runs]
+
+    def _fill(self, parts: np.ndarray, leaves: list[Any], first: int, last: int) -> None:
+        """Copy a run of blocks; ``leaves`` stay in memory meanwhile."""
+        room = self._room
+        copy_kernel.fill(room.body, room.block_nbytes, parts, self._todo, first, last, room.table)
 
 
 def _compute(target: np.ndarray, leaf: Computed) -> None:
     np.copyto(target, leaf.value())
-
-
-def _copy_together(targets: list[Any], values: list[Any]) -> None:
-    torch = sys.modules["torch"]
-    with torch.no_grad():
-        torch._foreach_copy_(targets, values)
 
 
 # Without slots of the right size: a copy in plain memory of this process, so that training need not wait. The pages
@@ -463,11 +546,10 @@ def copy_to_host(flat: Flat, slots: float, memory: str, local_size: int, copy_th
     wanted = int(local_size * nbytes * (1 + slots))
     if wanted + headroom(wanted) > min(available(memory).values()):
         return None
-    room = np.empty(nbytes, dtype=np.uint8)
-    values = [from_bytes(entry, room[entry.start : entry.start + entry.nbytes]) for entry in layout.entries]
-    ties = flat.structure.ties
-    targets = [value if tie < 0 else None for value, tie in zip(values, ties, strict=True)]
-    copy_plan = CopyPlan(layout, [], targets, copy_threads, timeout_s=0.0)  # no leaf is on a device
+    body = copy_kernel.aligned(nbytes)
+    values = [from_bytes(entry, body[entry.start : entry.start + entry.nbytes]) for entry in layout.entries]
+    room, places = Room(body, layout.extents.block_nbytes, None), _places(layout, flat.structure.ties, 0)
+    copy_plan = CopyPlan(layout, [], [room], places, copy_threads, timeout_s=0.0)  # no leaf is on a device
     copy_plan.sort_leaves(flat, frozenset())
     copy_plan.copy(flat.values)
     return Flat(flat.structure, values, flat.plain, flat.wholes)
@@ -515,7 +597,20 @@ class StagedState:
         if room is None or self.given_up or len(content) > room.nbytes:
             return False
         room[: len(content)] = np.frombuffer(content, dtype=np.uint8)
+        self.uncheck(leaf)
         return True
+
+    def uncheck(self, leaf: int | None = None) -> None:
+        """Leave the checksums of a leaf's blocks, or of all, to the courier, also those that are still being made."""
+        extents = self.plan.layout.extents
+        first, last = 0, extents.body_nbytes
+        if leaf is not None:
+            first = extents.manifest_room + self.plan.layout.entries[leaf].start
+            last = first + self.plan.layout.entries[leaf].nbytes
+        checks = self.slot.table(extents)[first // extents.block_nbytes : -(-last // extents.block_nbytes)]
+        checks[:] = 0
+        if self.later is not None:
+            self.later.when_made.append(lambda: checks.fill(0))
 
 
 class StagedStates:

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..errors import StateError
 from . import containers, wrapped_tensors
+from .copy_kernel import addresses
 from .leaves import Entry, Flat, Leaf, Tree, array_entry, is_placed, is_tensor, tensor_entry
 from .paths import entry_names
 from .plain_values import MAX_DEPTH, encode_key, encode_plain
@@ -117,7 +118,7 @@ class _Known:
         self._complex = [n for n in self._tensors if flat.values[n].is_complex()]
         self._complex_columns = _columns(_pick(flat.values, self._complex), _OF_COMPLEX)
         self._filled = [n for n, entry in enumerate(flat.structure.entries) if entry.nbytes]
-        self._places = _places(_pick(flat.values, self._filled))
+        self._places = addresses(_pick(flat.values, self._filled))
 
     def match(self, state: Any, taken: dict[int, list[Any]]) -> Flat | None:
         """Take a state apart if it is like this one; ``taken`` gets what ``state_dict()`` of objects returned."""
@@ -199,7 +200,7 @@ class _Known:
     def _compare_places(self, values: list[Any]) -> None:
         """Find leaves that have other memory than before: it may belong to another leaf, or be freed."""
         filled = _pick(values, self._filled)
-        places = _places(filled)
+        places = addresses(filled)
         if places == self._places:
             return
         moved = [n for n, at, before in zip(self._filled, places, self._places, strict=True) if at != before]
@@ -372,6 +373,7 @@ _OF_COMPLEX: tuple[Callable[[list[Any]], list[Any]], ...] = (lambda tensors: [te
 _OF_ARRAYS: tuple[Callable[[list[Any]], list[Any]], ...] = (
     lambda arrays: [array.dtype for array in arrays],
     lambda arrays: [array.shape for array in arrays],
+    lambda arrays: [array.flags.c_contiguous for array in arrays],
 )
 
 
@@ -388,13 +390,6 @@ def _memory(value: Any) -> tuple[Any, ...]:
     if isinstance(value, np.ndarray):
         return value.__array_interface__["data"][0], value.strides
     return value.data_ptr(), value.stride()
-
-
-def _places(values: list[Any]) -> list[int]:
-    torch = sys.modules.get("torch")
-    if torch is not None and np.ndarray not in map(type, values):
-        return list(map(torch.Tensor.data_ptr, values))
-    return [v.__array_interface__["data"][0] if isinstance(v, np.ndarray) else v.data_ptr() for v in values]
 
 
 def _is_tie(first: Any, second: Any) -> bool:

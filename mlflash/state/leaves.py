@@ -170,11 +170,16 @@ def array_dtype_name(dtype: np.dtype[Any], path: str) -> str:
 
 def torch_dtype_name(dtype: Any, path: str) -> str:
     """The name under which a slot holds a torch dtype. Raises StateError if it has no name."""
-    name = str(dtype).removeprefix("torch.")
+    name = _name_of(dtype)
     if name not in TORCH_ITEM_NBYTES:
         raise StateError("torch cannot copy tensors of this dtype: view it as torch.uint8, and save that",
                          tensor=path, found=dtype)  # fmt: skip
     return name
+
+
+@functools.cache
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # Which ranks hold a DTensor: meshes by name, so that the same name of a tensor on two meshes is two tensors
@@ -284,6 +289,26 @@ def _tensor_entry(torch: Any, tensor: Any, path: str) -> tuple[Any, Entry, tuple
     return tensor, entry, key
 
 
+class Described:
+    """Live tensors and arrays with what `tensor_entry` and `array_entry` say, so that a restore asks once for each."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, tuple[Any, Entry, tuple[Any, ...] | None]]] = {}
+
+    def of(self, value: Any, path: str) -> tuple[Any, Entry, tuple[Any, ...] | None]:
+        """Describe a tensor or array; the name of the entry may be that of an earlier call."""
+        known, said = self._known.get(id(value), (None, None))
+        if said is None or known is not value:
+            is_array = isinstance(value, np.ndarray)
+            said = array_entry(value, path) if is_array else tensor_entry(sys.modules["torch"], value, path)
+            self._known[id(value)] = value, said
+        return said
+
+    def forget(self) -> None:
+        """Describe everything anew: tensors may have got other memory."""
+        self._known.clear()
+
+
 def is_placed(tensor: Any) -> bool:
     """Whether a tensor says which part of a larger one it is, by the attributes of PyTorch's `CheckpointableTensor`."""
     return hasattr(tensor, "global_shape") and all(hasattr(tensor, name) for name in _PLACE)
@@ -332,8 +357,10 @@ def as_plain_tensor(torch: Any, tensor: Any, path: str) -> Any:
 
 def has_memory(tensor: Any) -> bool:
     """Whether the storage of a tensor with elements is complete: it may have been freed for a while."""
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    end: int = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    count = tensor.numel()
+    if not tensor.is_contiguous():
+        count = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    end: int = (tensor.storage_offset() + count) * tensor.element_size()
     return bool(tensor.data_ptr() != 0 and end <= tensor.untyped_storage().nbytes())
 
 

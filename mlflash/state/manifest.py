@@ -138,14 +138,15 @@ def decode_entry(fields: Any, payload_nbytes: int, shared_nbytes: int = 0) -> En
     """Make an entry from its fields in a manifest; any error in them is one of `BAD_DOCUMENT`."""
     name, kind, dtype, global_shape, offset, shape, start, nbytes, *mesh = fields
     entry = Entry(name, kind, dtype, tuple(global_shape), tuple(offset), tuple(shape), start, nbytes, *mesh)
-    if not all(isinstance(text, str | None) for text in mesh):
+    if mesh and not all(isinstance(text, str | None) for text in mesh):
         raise ValueError(f"entry {name!r} has a bad mesh")
     numbers = (*entry.global_shape, *entry.offset, *entry.shape, start, nbytes)
-    if not (isinstance(name, str) and all(type(n) is int and n >= 0 for n in numbers)):
+    if not (isinstance(name, str) and {*map(type, numbers)} == {int} and min(numbers) >= 0):
         raise ValueError(f"entry {name!r} has a bad name, shape or extent")
     if not len(entry.global_shape) == len(entry.offset) == len(entry.shape):
         raise ValueError(f"entry {name!r} has shapes of different rank")
-    if any(o + s > g for o, s, g in zip(entry.offset, entry.shape, entry.global_shape, strict=True)):
+    is_whole = entry.shape == entry.global_shape and not any(entry.offset)
+    if not is_whole and any(o + s > g for o, s, g in zip(entry.offset, entry.shape, entry.global_shape, strict=True)):
         raise ValueError(f"the shard of entry {name!r} is not inside its tensor")
     if math.prod(entry.shape) * item_nbytes(kind, dtype) != nbytes:
         raise ValueError(f"entry {name!r} has {nbytes} bytes, not those of {entry.shape} x {dtype}")

