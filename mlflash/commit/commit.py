@@ -267,9 +267,8 @@ def _protect(save: Save, state: CourierState) -> None:
             _locally(save, finish_deferred)
     _confirm(save, state)
     examine = value_checks.of_slot(request.plan, save.slot)
-    source = Source(
-        save.slot, request.plan.layout.extents, lambda check: _header(save, state, check), state.pace, examine
-    )
+    source = Source(save.slot, request.plan.layout.extents, lambda check: _header(save, state, check), state.pace,
+                    examine, state.copy_threads)  # fmt: skip
     start = time.perf_counter()
     all_arrived = state.protection.protect(state.pool, source, save.attempt)
     peers = [rank for rank in state.protection.group if rank != world.rank]

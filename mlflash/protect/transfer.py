@@ -8,6 +8,7 @@ one arrives, then checks table and header, seals its slot, and acknowledges. Bot
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 
 from ..crash_points import reach
 from ..errors import CorruptSlot
+from ..memory.copy_threads import ALONE, CopyThreads
 from ..memory.slot import (
     HEADER_NBYTES,
     Attempt,
@@ -56,9 +58,10 @@ class Source:
 
     def __init__(
         self, slot: Slot, extents: Extents, seal: Callable[[int], Header | None] | None, pace: SendRate = AT_ONCE,
-        examine: Callable[[int], None] = lambda block: None,
+        examine: Callable[[int], None] = lambda block: None, copy_threads: CopyThreads = ALONE,
     ):  # fmt: skip
         self.slot, self.extents, self.pace, self._examine = slot, extents, pace, examine
+        self._copy_threads = copy_threads
         self._seal = seal
         self._checked = 0 if seal is not None else extents.blocks
 
@@ -66,13 +69,17 @@ class Source:
         """Make the checksums of all blocks below ``block`` that have none yet."""
         if block > self._checked:
             table, is_begun = self.slot.table(self.extents), self.slot.is_begun
-            step = max(1, _EXAMINED_NBYTES // self.extents.block_nbytes)
+            step = max(1, _EXAMINED_NBYTES // self.extents.block_nbytes) * self._copy_threads.threads
             for first in range(self._checked, block, step):
                 last = min(first + step, block)
-                if not is_begun or not table[first:last].all():
-                    table[first:last] = self.slot.check_blocks(self.extents, first, last)
+                missing = [number for number in range(first, last) if not is_begun or not table[number]]
+                self._copy_threads.run([functools.partial(self._check, number) for number in missing])
                 self._examine(last)
             self._checked = block
+
+    def _check(self, block: int) -> None:
+        checks = self.slot.check_blocks(self.extents, block, block + 1)
+        self.slot.table(self.extents)[block : block + 1] = checks
 
     def seal(self) -> None:
         """Finish the table and seal the slot; does nothing if that is done."""

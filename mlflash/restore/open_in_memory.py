@@ -20,6 +20,7 @@ from ..memory.node_directory import file_number
 from ..memory.slot import Attempt, Slot
 from ..protect.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
 from ..state.boxes import box
+from ..state.copy_kernel import copy_into
 from ..state.old_ranks import OldRanks
 from ..state.rebuild import Read
 
@@ -127,7 +128,7 @@ class OpenInMemory:
                     reads[wanted_part.rank] = homes[wanted_part.rank].reader()
                 source = homes[wanted_part.rank].manifest.entries[wanted_part.number]
                 shard = items(reads[wanted_part.rank](source), source)
-                wanted_part.target[...] = shard[box(wanted_part.source, wanted_part.shape)]
+                copy_into(wanted_part.target, shard[box(wanted_part.source, wanted_part.shape)])
         finally:
             opened = [homes[rank] for rank in homes.keys() - self._checkpoint.homes.keys()]
             self._trainer.slots.unmap_others(slot for home in opened for slot in (home.slot, *home.shares))

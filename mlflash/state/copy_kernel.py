@@ -22,6 +22,7 @@ PART = np.dtype([("start", "<u8"), ("nbytes", "<u8"), ("source", "<u8")])
 
 _PAIR = np.dtype([("target", "<u8"), ("source", "<u8"), ("nbytes", "<u8")])
 _STRIPE_NBYTES, _LEAST_NBYTES = 64, 256  # the checksum of a shorter block is another function
+_LARGE_NBYTES = 128 << 10  # smaller copies stay in the caches
 
 
 class Todo(enum.IntEnum):
@@ -105,6 +106,15 @@ def copy(targets: Sequence[int], sources: Sequence[int], nbytes: Sequence[int], 
     pairs = np.empty(len(targets), dtype=_PAIR)
     pairs["target"], pairs["source"], pairs["nbytes"] = targets, sources, nbytes
     _library.mlflash_copy(variant, pairs.ctypes.data, len(pairs))
+
+
+def copy_into(target: np.ndarray, source: np.ndarray) -> None:
+    """Copy an array into another one of its shape and dtype."""
+    is_plain = source.flags.c_contiguous and target.flags.c_contiguous and target.flags.writeable
+    if source.nbytes < _LARGE_NBYTES or not is_plain:
+        target[...] = source
+    else:
+        copy(addresses([target]), addresses([source]), [source.nbytes])
 
 
 def _at(address: int, nbytes: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from unit.stored import Store
 
+from mlflash.memory.copy_threads import CopyThreads
 from mlflash.memory.slot import checks_of
 from mlflash.protect.transfer import Source
 from mlflash.save.deferred_copies import Computed, DeferredCopies
@@ -90,10 +92,13 @@ def test_what_is_written_into_a_staged_state_is_left_to_the_courier(store: Store
     assert bytes(store.load()["blank"][:6]) == b"index\0"
 
 
-def test_checksums_of_an_earlier_content_count_for_nothing(store: Store) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_checksums_of_an_earlier_content_count_for_nothing(store: Store, threads: int) -> None:
     stage(store, {"weight": torch.randn(NUMBERS)})
     assert unchecked(store) == []
     store.slot.unseal()  # then it is filled by something that makes no checksums
     store.slot.payload(store.extents)[:] = 7
-    Source(store.slot, store.extents, lambda check: None).seal()
-    assert unchecked(store) == []
+    examined: list[int] = []
+    with contextlib.closing(CopyThreads(threads)) as copy_threads:
+        Source(store.slot, store.extents, lambda check: None, examine=examined.append, copy_threads=copy_threads).seal()
+    assert unchecked(store) == [] and examined[-1] == store.extents.blocks

@@ -77,3 +77,12 @@ def test_copies_between_addresses_are_those_of_memcpy(variant: Variant) -> None:
         copy_kernel.copy(*([array.ctypes.data for array in arrays] for arrays in (targets, sources)), sizes, variant)
         assert all(np.array_equal(target, source) for target, source in zip(targets, sources, strict=True))
         assert not any(room[:shift].any() or room[-1] for room in rooms)
+
+
+def test_arrays_are_copied_whatever_their_strides() -> None:
+    large = np.arange(1 << 18).reshape(512, 512)
+    for source in (large, large.T, large[:, ::2], large[:3]):
+        target = np.zeros_like(source)
+        copy_kernel.copy_into(target, source)
+        copy_kernel.copy_into(target.T, source.T)
+        assert np.array_equal(target, source)
