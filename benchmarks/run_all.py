@@ -19,8 +19,8 @@ from pathlib import Path
 from bench.launch import HOME, run_until
 from bench.results import Result, read, report
 
-ORDER = ("save", "sizes", "restore", "startup", "training", "walltime", "gpu", "dcp", "megatron", "own_files", "parity",
-         "drain", "transport", "peers", "recovery", "scale")  # fmt: skip
+ORDER = ("save", "profile", "sizes", "restore", "startup", "training", "walltime", "gpu", "dcp", "megatron",
+         "own_files", "parity", "drain", "transport", "peers", "recovery", "scale")  # fmt: skip
 PROGRAMS = {"recovery": HOME / "peers" / "recovery.py"}  # of a question without a folder of its own
 END_S = 20.0  # between SIGTERM and SIGKILL
 

@@ -20,22 +20,30 @@ ALONE = "a step without a save"
 OFF = "no saves"
 D2H = "cudaMemcpyAsync to pinned memory"
 BARE_AND_A_BIT = "import numpy, MPI_Init, and 0.15 s"
+FILES = "FileSystemWriter"
 
 AIMS = {
-    "stall": Aim("stall of `save`, into warm memory", MEMCPY, 1.1),
+    "stall": Aim("stall of `save`, into warm memory", MEMCPY, 1.03),
     "lazy": Aim("stall of a lazy copy, if a step is longer than the copy", MEMCPY, 0.1),
     "small": Aim("stall of many small tensors", LOOP, 1.1),
-    "first": Aim("first save", WARM, 2.0),
-    "committed": Aim("committed on two nodes of one host, main thread idle", MEMCPY_AND_PUT, 1.6),
+    "first": Aim("first save, unprepared", WARM, 2.0),
+    "first prepared": Aim("first save after `prepare`", WARM, 1.2),
+    "committed": Aim("committed on two nodes of one host, main thread idle", MEMCPY_AND_PUT, 1.0),
     "committed between hosts": Aim("the same between two hosts", MEMCPY_AND_PUT, 1.4),
-    "cpu": Aim("CPU seconds of a save without redundancy", MEMCPY, 2.0),
-    "restore": Aim("restore on the same node, every byte checked", MEMCPY, 1.5),
+    "cpu": Aim("CPU seconds of a save without redundancy", MEMCPY, 1.3),
+    "cpu copy": Aim("CPU seconds of a save with a copy on another node", MEMCPY, 2.6),
+    "restore": Aim("restore on the same node, every byte checked", MEMCPY, 1.3),
+    "small restore": Aim("restore of many small tensors", LOOP, 12.0),
     "views": Aim("restore as views, unchecked", MILLISECOND, 5.0),
-    "dcp": Aim("restore through DCP", MEMCPY, 2.0),
+    "dcp": Aim("`dcp.load` of large tensors", MEMCPY, 1.8),
+    "dcp small stall": Aim("`dcp.async_save` of many small tensors: stall", FILES, 0.6),
+    "dcp small total": Aim("the same: committed", FILES, 0.3),
+    "dcp small load": Aim("`dcp.load` of many small tensors", FILES, 0.6),
     "xor": Aim("XOR encoding", REDSET, 1 / 2),
     "rs": Aim("Reed-Solomon encoding, k=2", REDSET, 1 / 4),
     "slowed": Aim("a step while the courier works on a core of its own", ALONE, 1.03),
-    "wall time": Aim("a training with a save every 10 steps and an idle core", OFF, 1.02),
+    "wall time": Aim("a training that saves each step, with an idle core", OFF, 1.05),
+    "wall time, until": Aim("the same with until=", OFF, 1.02),
     "each step": Aim("a training that saves each step, with light=9 and an idle core", OFF, 1.03),
     "start": Aim("`Checkpointer(...)`", BARE_AND_A_BIT, 1.0),
     "gpu stall": Aim("stall of `save` of a state on a GPU", D2H, 1.1),

@@ -17,7 +17,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bench.aims import MEMCPY
+from bench.aims import FILES, MEMCPY
 from bench.clock import Action, Bench, Seconds
 from bench.launch import Part
 from bench.question import Question, parser_of
@@ -51,11 +51,12 @@ class Case:
         bench: the clock.
         name: what the state is, for the table.
         tensors: the state to save, DTensors or tensors of 32-bit numbers.
+        aims: which aims of bench/aims.py its times show, by column.
         group: for asynchronous saves, which communicate at the same time as training.
     """
 
-    def __init__(self, bench: Bench, name: str, tensors: Tensors, group: Any):
-        self.bench, self.name, self.group = bench, name, group
+    def __init__(self, bench: Bench, name: str, tensors: Tensors, group: Any, aims: Mapping[str, str]):
+        self.bench, self.name, self.group, self.aims = bench, name, group, aims
         self.state, self.target = {"model": tensors}, {"model": {key: value.clone() for key, value in tensors.items()}}
         self.live, self.loaded = ([local(value) for value in state["model"].values()]
                                   for state in (self.state, self.target))  # fmt: skip
@@ -69,10 +70,8 @@ class Case:
             ways = {
                 "mlflash, none": stack.enter_context(self.in_memory("none")),
                 "mlflash, copy": stack.enter_context(self.in_memory("copy")),
-                "FileSystemWriter": Way(lambda step: in_files(files / f"plain-{step}")),
-                "FileSystemWriter, DefaultStager": Way(
-                    lambda step: in_files(files / f"staged-{step}"), reused_stager()
-                ),
+                FILES: Way(lambda step: in_files(files / f"plain-{step}")),
+                f"{FILES}, DefaultStager": Way(lambda step: in_files(files / f"staged-{step}"), reused_stager()),
             }
             actions: dict[str, Action] = {MEMCPY: self.memcpy}
             for what, way in ways.items():
@@ -80,9 +79,9 @@ class Case:
             samples = self.bench.repeat(actions, self.change)
         for what in ways:
             for column in ("stall", "total", "load"):
-                shows = "dcp" if column == "load" and what.startswith("mlflash") else ""
-                self.bench.rows(row(what, samples[f"{what} {column}"], {MEMCPY: samples[MEMCPY]}, shows,
-                                    case=self.name, column=column))  # fmt: skip
+                over = {MEMCPY: samples[MEMCPY], FILES: samples[f"{FILES} {column}"]}
+                shows = (self.aims if what.startswith("mlflash") else {}).get(column, "")
+                self.bench.rows(row(what, samples[f"{what} {column}"], over, shows, case=self.name, column=column))
 
     def memcpy(self) -> None:
         for copy, value in zip(self.copies, self.live, strict=True):
@@ -183,12 +182,13 @@ def ways(bench: Bench, large: int, large_nbytes: int, small: int) -> None:
     bench.warm_up = 1
     init_process_group(comm=bench.comm)
     mesh, group = init_device_mesh("cpu", (bench.comm.size,)), dist.new_group(backend="gloo")
-    for count, shape in ((large, (large_nbytes // ROW_NBYTES, ROW)), (small, (ROW,))):
+    for count, shape, aims in ((large, (large_nbytes // ROW_NBYTES, ROW), {"load": "dcp"}), (small, (ROW,), {})):
         shards = tensors_of(count, shape, bench.comm.rank)
         tensors = {key: DTensor.from_local(value, mesh, [Shard(0)], run_check=False) for key, value in shards.items()}
-        Case(bench, f"{count} DTensors of {math.prod(shape) * 4 >> 10} KiB per rank", tensors, group).measure()
+        Case(bench, f"{count} DTensors of {math.prod(shape) * 4 >> 10} KiB per rank", tensors, group, aims).measure()
     alike = f"{small} plain tensors of {ROW_NBYTES >> 10} KiB, the same on all ranks"
-    Case(bench, alike, tensors_of(small, (ROW,), 0), group).measure()
+    small_aims = {column: f"dcp small {column}" for column in ("stall", "total", "load")}
+    Case(bench, alike, tensors_of(small, (ROW,), 0), group, small_aims).measure()
     dist.destroy_process_group()
 
 

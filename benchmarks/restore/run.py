@@ -17,7 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
-from bench.aims import MEMCPY, MILLISECOND
+import torch
+from bench.aims import LOOP, MEMCPY, MILLISECOND
 from bench.clock import Action, Bench
 from bench.launch import Part
 from bench.question import Question, parser_of
@@ -25,6 +26,8 @@ from bench.rows import Samples, row
 from bench.states import Saver, State, Yardsticks, bytes_of, change, large_state
 
 from mlflash import Checkpointer
+
+SMALL_COUNT, SMALL_NBYTES = 3000, 4 << 10
 
 Work = Callable[[Checkpointer], dict[str, float]]
 
@@ -35,6 +38,7 @@ def restores(bench: Bench, nbytes: int) -> None:
     yardsticks = Yardsticks(bench.comm, bench.memory, nbytes)
     in_place(bench, yardsticks, nbytes, wipe=False)
     in_place(bench, yardsticks, nbytes, wipe=True)
+    small(bench, yardsticks)
     views(bench, yardsticks, nbytes)
     yardsticks.free()
 
@@ -80,6 +84,27 @@ def in_place(bench: Bench, yardsticks: Yardsticks, nbytes: int, wipe: bool) -> N
         row(f"its part: find{', fetch' * wipe} and check every byte", samples["find"], over),
         row("its part: copy into live tensors", samples["load"], over),
     )
+
+
+def small(bench: Bench, yardsticks: Yardsticks) -> None:
+    """Time the restore of many small tensors, compared with a loop that copies each."""
+    state = {f"bias{i}": torch.full((SMALL_NBYTES // 4,), float(i)) for i in range(SMALL_COUNT)}
+    copies = {name: value.clone() for name, value in state.items()}
+
+    def restore(ckpt: Checkpointer) -> dict[str, float]:
+        start = time.perf_counter()
+        for name, value in state.items():
+            copies[name].copy_(value)
+        loop_s = time.perf_counter() - start
+        bench.comm.Barrier()
+        start = time.perf_counter()
+        assert ckpt.restore(state) == 1
+        return {"loop": loop_s, "small": time.perf_counter() - start}
+
+    samples = relaunched(bench, yardsticks, state, restore)
+    assert all(bool((value == i).all()) for i, value in enumerate(state.values())), "restored another state"
+    what = f"restore of {SMALL_COUNT:,} tensors of {SMALL_NBYTES >> 10} KiB"
+    bench.rows(row(what, samples["small"], {LOOP: samples["loop"]}, "small restore"))
 
 
 def views(bench: Bench, yardsticks: Yardsticks, nbytes: int) -> None:

@@ -55,7 +55,7 @@ def save(bench: Bench, yardsticks: Yardsticks, nbytes: int, redundancy: str) -> 
         row(f"stall, {redundancy}", samples["stall"], over, "stall"),
         row(f"committed, {redundancy}", samples["save"], both(samples), "committed" if redundancy == "copy" else ""),
         row(f"CPU seconds, {redundancy}", cpu_seconds["save"], {MEMCPY: cpu_seconds[MEMCPY]},
-            "cpu" if redundancy == "none" else ""),
+            "cpu" if redundancy == "none" else "cpu copy"),
     )  # fmt: skip
 
 

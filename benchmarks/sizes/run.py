@@ -94,7 +94,15 @@ def first(bench: Bench, yardsticks: Yardsticks, nbytes: int) -> None:
         actions: dict[str, Action] = {**yardsticks.of(bytes_of(state)), "job": job}
         samples = bench.repeat(actions, before=lambda: change(state))
         over = {WARM: samples["warm stall"]}
-        bench.rows(row(title, samples["first stall"], over, "first", case="The stall of the first save of a job"))
+        bench.rows(
+            row(
+                title,
+                samples["first stall"],
+                over,
+                "first prepared" if is_prepared else "first",
+                case="The stall of the first save of a job",
+            )
+        )
 
 
 def first_and_fourth(bench: Bench, state: State, is_prepared: bool, is_late: bool) -> dict[str, float]:

@@ -68,13 +68,16 @@ class Source:
     def check_up_to(self, block: int) -> None:
         """Make the checksums of all blocks below ``block`` that have none yet."""
         if block > self._checked:
-            table, is_begun = self.slot.table(self.extents), self.slot.is_begun
+            table = self.slot.table(self.extents)
+            missing = np.arange(self._checked, block)
+            if self.slot.is_begun:
+                missing = missing[table[self._checked : block] == 0]
             step = max(1, _EXAMINED_NBYTES // self.extents.block_nbytes) * self._copy_threads.threads
-            for first in range(self._checked, block, step):
-                last = min(first + step, block)
-                missing = [number for number in range(first, last) if not is_begun or not table[number]]
-                self._copy_threads.run([functools.partial(self._check, number) for number in missing])
-                self._examine(last)
+            for number in range(0, len(missing), step):
+                some = missing[number : number + step].tolist()
+                self._copy_threads.run([functools.partial(self._check, one) for one in some])
+                self._examine(some[-1] + 1)
+            self._examine(block)
             self._checked = block
 
     def _check(self, block: int) -> None:
