@@ -8,7 +8,6 @@ says so.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 import json
@@ -335,6 +334,8 @@ def unknown_variables(env: Mapping[str, str]) -> list[str]:
 
 
 def _guessed(name: str, known: Sequence[str]) -> str:
+    import difflib  # couriers do without its pages
+
     stems = {name.removeprefix("MLFLASH_"): name for name in known}
     alike = difflib.get_close_matches(name.removeprefix("MLFLASH_"), stems, 1, cutoff=0.7)
     return name + (f" (did you mean {stems[alike[0]]}?)" if alike else "")

@@ -18,7 +18,6 @@ import operator
 import os
 import queue
 import random
-import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -419,10 +418,9 @@ class PhaseSample:
         samples = [sample for sample in least[len(PHASES) :] if sample != _NOTHING]
         if not samples or self._size == 1:
             return None
-        usual = {phase: statistics.median_low([_decoded(sample, at) for sample in samples])
-                 for at, phase in enumerate(PHASES)}  # fmt: skip
+        usual = {phase: _median([_decoded(sample, at) for sample in samples]) for at, phase in enumerate(PHASES)}
         # A rank that waits is on time.
-        usual["training"] = statistics.median_high([_decoded(sample, 0) for sample in samples])
+        usual["training"] = -_median([-_decoded(sample, 0) for sample in samples])
         most = {phase: _unpacked(abs(number)) for phase, number in zip(PHASES, least, strict=False)}
         # A rank that is late at work makes others wait. Only waits beyond that are news.
         late_copy, late_deferred, late_checksums = (max(0.0, most[phase][0] - usual[phase]) for phase in _WORK)
@@ -459,6 +457,11 @@ def _unpacked(number: int) -> tuple[float, int]:
 
 def _code(seconds: float) -> int:
     return round(_CODES_PER_E * math.log(1 + _microseconds(seconds)))
+
+
+def _median(values: Sequence[float]) -> float:
+    """The median, or the lower one of two."""  # not of `statistics`, whose pages each courier would have
+    return sorted(values)[(len(values) - 1) // 2]
 
 
 def _decoded(sample: int, at: int) -> float:
@@ -506,4 +509,4 @@ class Stragglers:
             return None
         self._reported.setdefault(late.rank, set()).add(late.phase)
         self._calm[late.rank] = 0
-        return Straggler(late._replace(seconds=statistics.median(alike)), len(alike), len(self._newest))
+        return Straggler(late._replace(seconds=_median(alike)), len(alike), len(self._newest))

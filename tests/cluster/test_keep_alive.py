@@ -86,6 +86,7 @@ def test_a_second_loss_in_a_recovery_is_one_more_of_the_same(
     assert not run.events("late"), "who waits for it is told, and waits no longer"
 
 
+@pytest.mark.timeout(240)  # a minute alone on two cores, and three recoveries
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_fewer_ranks_train_on_and_more_when_the_node_is_back(
     start: Any, nodes: Nodes, tmp_path: Path, kind: str
