@@ -244,10 +244,16 @@ def gather_shares(
 
     Return where the shares are; and the files to do without, if that failed.
     """
-    needed = {rank: shared for rank, slot in slots.items() if (shared := slot.manifest().shared) is not None}
+    needed = {rank: shared for rank, slot in slots.items() if (shared := _shared(slot)) is not None}
     files, bad = ({}, []) if not context.world.any_of(needed) else _gather_shares(context, choice, needed, checked)
     reach("restore.gathered")
     return files, bad
+
+
+def _shared(slot: Slot) -> Shared | None:
+    """What a sealed slot shares with others, without reading its manifest if its header says that it is nothing."""
+    assert slot.header is not None
+    return None if slot.header.shared_by < 0 else slot.manifest().shared
 
 
 def _gather_shares(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -106,7 +107,7 @@ class Loading:
 
         def load_rest() -> None:
             filling.load([path for path in filling.objects if path not in small])
-            filling.fill_leaves()
+            without_collections(filling.fill_leaves)()
 
         reach("restore.loading")
         before = self._saves.undefined
@@ -326,7 +327,7 @@ class Restores:
         if not isinstance(choice, FoundInMemory):
             return choice
         start = time.perf_counter()
-        checkpoint = self._ranks.on_all(lambda: self._open(choice))
+        checkpoint = self._ranks.on_all(without_collections(lambda: self._open(choice)))
         self._recorder.seconds["find and fetch"] += time.perf_counter() - start
         return checkpoint
 
@@ -412,7 +413,11 @@ class Restores:
             return [int(filling is not None), name, -name]
 
         (checkpoint, filling), (is_alike, low, high) = self._ranks.together_least(
-            prepare, numbers, 3, lambda why: StructureMismatch(f"the state could not be read: {why}"), choice.step
+            without_collections(prepare),
+            numbers,
+            3,
+            lambda why: StructureMismatch(f"the state could not be read: {why}"),
+            choice.step,
         )
         return checkpoint, filling if is_alike else None, low == -high
 
@@ -492,6 +497,25 @@ class Restores:
 
     def _number_of(self, home: RankCheckpoint) -> int:
         return next(number for number, slot in enumerate(self._slots.own) if slot is home.slot)
+
+
+def without_collections(work: Callable[[], T]) -> Callable[[], T]:
+    """Do work without looking for cycles meanwhile: it makes so many objects, and all of them stay.
+
+    In a process with PyTorch each look takes as long as taking thousands of leaves apart.
+    """
+
+    @functools.wraps(work)
+    def done() -> T:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return work()
+        finally:
+            if was_enabled:
+                gc.enable()
+
+    return done
 
 
 def _finish(is_intact: bool, done: Callable[[], None]) -> None:

@@ -182,15 +182,17 @@ static size_t first_behind(const Part *parts, size_t count, uint64_t byte) {
     return low;
 }
 
-/* Fills a block from the parts that reach into it, and returns its checksum. What no part has stays, and counts. */
+/* Fills a block from the parts that reach into it. What no part has stays, and counts in the checksum that it returns,
+   which is none if no check is wanted. */
 static uint64_t fill_block(Stripes *count_stripes, uint8_t *body, uint64_t start, uint64_t end, const Part *parts,
-                           size_t count) {
+                           size_t count, int is_checked) {
     Check check = begin_check(count_stripes, end - start);
     uint64_t at = start;
     for (size_t number = first_behind(parts, count, start); at < end; number++) {
         int is_part = number < count && parts[number].start < end;
         uint64_t begins = !is_part ? end : parts[number].start > at ? parts[number].start : at;
-        go_on(&check, NULL, body + at, (begins - at) / STRIPE);
+        if (is_checked)
+            go_on(&check, NULL, body + at, (begins - at) / STRIPE);
         at = begins;
         if (!is_part)
             break;
@@ -214,8 +216,10 @@ void mlflash_fill(int variant, uint8_t *body, uint64_t body_nbytes, uint64_t blo
         uint64_t start = block * block_nbytes, end = start + block_nbytes;
         if (todo[block] == SKIP)
             continue;
-        uint64_t sum = fill_block(count_stripes, body, start, end < body_nbytes ? end : body_nbytes, parts, count);
-        if (todo[block] == COPY_AND_CHECK)
+        int is_checked = todo[block] == COPY_AND_CHECK;
+        end = end < body_nbytes ? end : body_nbytes;
+        uint64_t sum = fill_block(count_stripes, body, start, end, parts, count, is_checked);
+        if (is_checked)
             table[block] = sum;
     }
     make_visible();

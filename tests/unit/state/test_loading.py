@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -309,3 +310,21 @@ def test_what_a_module_keeps_of_what_it_loads_is_its_own(ckpt: Checkpointer, mak
     for number in (2, 3, 4):  # other bytes in all slots
         ckpt.save(number, {"model": [torch.full((400,), 9.0)]}).wait()
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items() if "bias" not in name)
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_collections_go_on_after_a_load_as_before_it_also_if_it_fails(was_enabled: bool) -> None:
+    enabled: list[bool] = []
+
+    def work() -> None:
+        enabled.append(gc.isenabled())
+        raise errors.StructureMismatch("it fails")
+
+    before = gc.isenabled()
+    try:
+        (gc.enable if was_enabled else gc.disable)()
+        with pytest.raises(errors.StructureMismatch):
+            restore_load.without_collections(work)()
+        assert enabled == [False] and gc.isenabled() is was_enabled
+    finally:
+        (gc.enable if before else gc.disable)()
