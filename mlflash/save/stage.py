@@ -509,8 +509,11 @@ class _PartCopies:
         leaves, parts = [values[leaf] for leaf in self._leaves], self._parts.copy()
         parts["source"] = sources = addresses(leaves)
         parts["source"] += self._offsets
-        refuse_freed(leaves if sources != self._sources else [values[leaf] for leaf in self._large])
-        self._sources = sources
+        if sources == self._sources:
+            refuse_freed([values[leaf] for leaf in self._large])
+        else:
+            refuse_freed(leaves)
+            self._sources = sources
         runs = [(self._runs[0][0], self._runs[-1][1])] if as_one else self._runs
         return [functools.partial(self._fill, parts, leaves, first, last) for first, last in runs]
 

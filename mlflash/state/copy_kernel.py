@@ -76,8 +76,8 @@ def fill(body: np.ndarray, block_nbytes: int, parts: np.ndarray, todo: np.ndarra
     if _library is None or variant is Variant.NUMPY or is_odd:
         _fill(body, block_nbytes, parts, todo, first, last, table)
         return
-    _library.mlflash_fill(variant, body.ctypes.data, body.nbytes, block_nbytes, parts.ctypes.data, len(parts),
-                          todo.ctypes.data, first, last, 0 if table is None else table.ctypes.data)  # fmt: skip
+    _library.mlflash_fill(variant, _address(body), body.nbytes, block_nbytes, _address(parts), len(parts),
+                          _address(todo), first, last, 0 if table is None else _address(table))  # fmt: skip
 
 
 def _fill(body: np.ndarray, block_nbytes: int, parts: np.ndarray, todo: np.ndarray, first: int, last: int,
@@ -105,7 +105,7 @@ def copy(targets: Sequence[int], sources: Sequence[int], nbytes: Sequence[int], 
         return
     pairs = np.empty(len(targets), dtype=_PAIR)
     pairs["target"], pairs["source"], pairs["nbytes"] = targets, sources, nbytes
-    _library.mlflash_copy(variant, pairs.ctypes.data, len(pairs))
+    _library.mlflash_copy(variant, _address(pairs), len(pairs))
 
 
 def copy_into(target: np.ndarray, source: np.ndarray) -> None:
@@ -115,6 +115,11 @@ def copy_into(target: np.ndarray, source: np.ndarray) -> None:
         target[...] = source
     else:
         copy(addresses([target]), addresses([source]), [source.nbytes])
+
+
+def _address(array: np.ndarray) -> int:
+    address: int = array.__array_interface__["data"][0]  # `array.ctypes` would leave cycles behind
+    return address
 
 
 def _at(address: int, nbytes: int) -> np.ndarray:
@@ -128,7 +133,7 @@ def addresses(values: Sequence[Any]) -> list[int]:
     torch = sys.modules.get("torch")
     if torch is not None and np.ndarray not in map(type, values):
         return list(map(torch.Tensor.data_ptr, values))
-    return [v.__array_interface__["data"][0] if isinstance(v, np.ndarray) else v.data_ptr() for v in values]
+    return [_address(value) if isinstance(value, np.ndarray) else value.data_ptr() for value in values]
 
 
 def refuse_freed(values: Iterable[Any]) -> None:
@@ -143,5 +148,5 @@ def refuse_freed(values: Iterable[Any]) -> None:
 def aligned(nbytes: int) -> np.ndarray:
     """Memory that can be filled past the caches, ``(nbytes,)`` uint8, not initialized."""
     room = np.empty(nbytes + _STRIPE_NBYTES, dtype=np.uint8)
-    start = -room.ctypes.data % _STRIPE_NBYTES
+    start = -_address(room) % _STRIPE_NBYTES
     return room[start : start + nbytes]

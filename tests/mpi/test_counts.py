@@ -21,6 +21,7 @@ from waiting import until as until_true
 
 from mlflash import Checkpointer
 from mlflash.channel.client import Client
+from mlflash.state import copy_kernel
 
 pytestmark = pytest.mark.mpi
 SIZE = MPI.COMM_WORLD.size
@@ -38,22 +39,26 @@ def counts(
     of_courier, counted = in_couriers.Counts(path), Counter[str]()
     monkeypatch.setenv(in_couriers.COUNTS, str(path))
     replace("counted")
-    copy, together, digest = np.copyto, torch._foreach_copy_, xxhash.xxh3_64_intdigest
+    copy, fill, digest = np.copyto, copy_kernel.fill, xxhash.xxh3_64_intdigest
 
     def counting_copy(target: np.ndarray, source: Any, *args: Any) -> None:
         counted["copied"] += target.nbytes
         copy(target, source, *args)
 
-    def counting_together(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-        counted["copied"] += sum(target.nbytes for target in targets)
-        together(targets, values)
+    def counting_fill(body: np.ndarray, block_nbytes: int, parts: np.ndarray, todo: np.ndarray, *args: Any) -> None:
+        fill(body, block_nbytes, parts, todo, *args)
+        for number in np.flatnonzero(todo[args[0] : args[1]]) + args[0]:
+            start, end = number * block_nbytes, min((number + 1) * block_nbytes, body.nbytes)
+            inside = np.minimum(parts["start"] + parts["nbytes"], end) - np.maximum(parts["start"], start).astype(float)
+            counted["copied"] += int(inside[inside > 0].sum())
+            counted["checked"] += int(end - start) * (todo[number] == copy_kernel.Todo.COPY_AND_CHECK)
 
     def counting_digest(data: Any, *args: Any) -> int:
         counted["checked"] += memoryview(data).nbytes
         return digest(data, *args)
 
     monkeypatch.setattr(np, "copyto", counting_copy)
-    monkeypatch.setattr(torch, "_foreach_copy_", counting_together)
+    monkeypatch.setattr(copy_kernel, "fill", counting_fill)
     monkeypatch.setattr(xxhash, "xxh3_64_intdigest", counting_digest)
     return lambda: counted + of_courier.all()
 
