@@ -22,10 +22,10 @@ def packages() -> list[str]:
 
 
 class Library(build_ext):
-    """A library without Python in it, which all versions load by its name."""
+    """A library without Python in it, which all versions load by its name; with that name it is no module."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        return fullname.replace(".", "/") + ".so"
+        return fullname.replace(".", "/") + ".so.1"
 
 
 class Wheel(bdist_wheel):
@@ -36,7 +36,7 @@ class Wheel(bdist_wheel):
 
 
 # Optional: without a compiler everything works, and saves stop training for about twice as long.
-kernel = Extension("mlflash.state._copy_kernel", ["mlflash/state/copy_kernel.c"], extra_compile_args=["-O3"],
+kernel = Extension("mlflash.state.libcopy_kernel", ["mlflash/state/copy_kernel.c"], extra_compile_args=["-O3"],
                    optional=True)  # fmt: skip
 
 setup(

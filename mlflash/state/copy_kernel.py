@@ -42,7 +42,7 @@ class Variant(enum.IntEnum):
 
 
 def _load() -> ctypes.CDLL | None:
-    path = Path(__file__).with_name("_copy_kernel.so")
+    path = Path(__file__).with_name("libcopy_kernel.so.1")
     if sys.byteorder != "little" or not path.exists():
         return None
     library = ctypes.CDLL(os.fspath(path))

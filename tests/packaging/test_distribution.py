@@ -28,7 +28,7 @@ def test_the_wheel_is_for_all_versions_and_holds_the_package_only(wheel: Path) -
     platform = sysconfig.get_platform().replace("-", "_")
     assert wheel.name == f"mlflash-{mlflash.__version__}-py3-none-{platform}.whl"
     names = set(contents(wheel))
-    library = "mlflash/state/_copy_kernel.so"
+    library = "mlflash/state/libcopy_kernel.so.1"
     assert {"mlflash/__init__.py", "mlflash/py.typed", "mlflash/adapters/__init__.py", library} <= names
     tops = {name.split("/")[0] for name in names}
     assert tops == {"mlflash", f"mlflash-{mlflash.__version__}.dist-info"}
