@@ -28,7 +28,7 @@ from ..memory.shared_memory_segment import Segment
 from ..memory.slot import Slot
 from ..protect.deduplication import Piece, Plan, Sharing, pieces
 from ..state import copy_kernel, manifest
-from ..state.copy_kernel import Todo, addresses, refuse_freed
+from ..state.copy_kernel import Todo, addresses
 from ..state.layout import PAGE_NBYTES, Extents, Layout, plan
 from ..state.leaves import (
     Entry,
@@ -38,6 +38,8 @@ from ..state.leaves import (
     as_bits,
     as_bytes,
     from_bytes,
+    has_memory,
+    is_as_stored,
     kept_bytes,
     live_bytes,
 )
@@ -435,7 +437,7 @@ class _Kinds:
         """Add a leaf, or a part of one, and the bytes where it goes."""
         is_array = isinstance(value, np.ndarray)
         on_host = is_array or value.device.type == "cpu"
-        if on_host and _is_as_stored(value):
+        if is_as_stored(value):
             self.contiguous.append(place)
         elif raw.nbytes < entry.nbytes:
             self.cut.append(place)
@@ -459,13 +461,6 @@ class _Kinds:
                 targets, leaves = [*targets, target], [*leaves, value]
             copies.append(DeviceCopies(device, targets, leaves, segments))
         return copies
-
-
-def _is_as_stored(value: Any) -> bool:
-    """Whether the bytes of a leaf are those that a slot gets."""
-    if isinstance(value, np.ndarray):
-        return bool(value.flags.c_contiguous)
-    return value.is_contiguous() and not (value.is_conj() or value.is_neg())
 
 
 def _copies_into(
@@ -509,10 +504,10 @@ class _PartCopies:
         leaves, parts = [values[leaf] for leaf in self._leaves], self._parts.copy()
         parts["source"] = sources = addresses(leaves)
         parts["source"] += self._offsets
-        if sources == self._sources:
-            refuse_freed([values[leaf] for leaf in self._large])
-        else:
-            refuse_freed(leaves)
+        for leaf in self._large if sources == self._sources else self._leaves:
+            if not isinstance(values[leaf], np.ndarray) and not has_memory(values[leaf]):
+                raise AssertionError(f"the storage of this tensor was freed: {tuple(values[leaf].shape)}")
+        if sources != self._sources:
             self._sources = sources
         runs = [(self._runs[0][0], self._runs[-1][1])] if as_one else self._runs
         return [functools.partial(self._fill, parts, leaves, first, last) for first, last in runs]

@@ -10,7 +10,7 @@ import ctypes
 import enum
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,15 +134,6 @@ def addresses(values: Sequence[Any]) -> list[int]:
     if torch is not None and np.ndarray not in map(type, values):
         return list(map(torch.Tensor.data_ptr, values))
     return [_address(value) if isinstance(value, np.ndarray) else value.data_ptr() for value in values]
-
-
-def refuse_freed(values: Iterable[Any]) -> None:
-    """Raise AssertionError if the storage of a contiguous tensor has less than its bytes, as a freed one."""
-    for value in values:
-        if not isinstance(value, np.ndarray):
-            end = (value.storage_offset() + value.numel()) * value.element_size()
-            if value.untyped_storage().nbytes() < end:
-                raise AssertionError(f"the storage of this tensor was freed: {tuple(value.shape)} {value.dtype}")
 
 
 def aligned(nbytes: int) -> np.ndarray:

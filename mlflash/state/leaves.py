@@ -355,6 +355,13 @@ def as_plain_tensor(torch: Any, tensor: Any, path: str) -> Any:
         return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
 
 
+def is_as_stored(value: Any) -> bool:
+    """Whether a tensor or array is in the host's memory, in one piece, with the bits that a slot holds."""
+    if isinstance(value, np.ndarray):
+        return bool(value.flags.c_contiguous)
+    return value.device.type == "cpu" and value.is_contiguous() and not (value.is_conj() or value.is_neg())
+
+
 def has_memory(tensor: Any) -> bool:
     """Whether the storage of a tensor with elements is complete: it may have been freed for a while."""
     count = tensor.numel()

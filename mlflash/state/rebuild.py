@@ -25,6 +25,7 @@ from .leaves import (
     as_shard_like,
     class_name,
     from_bytes,
+    is_as_stored,
     is_tensor,
     tensor_entry,
 )
@@ -288,9 +289,8 @@ class Filling:
         if not entry.nbytes:
             return
         local, raw = self._described.of(live, entry.name)[0], self._read(entry)
-        is_array = isinstance(local, np.ndarray)
-        is_here = local.flags.c_contiguous and local.flags.writeable if is_array else _is_contiguous_here(local)
-        if is_here and raw.flags.c_contiguous:
+        is_writable = not isinstance(local, np.ndarray) or local.flags.writeable
+        if is_as_stored(local) and is_writable and raw.flags.c_contiguous:
             self._copies.append((local, raw))
             self._copied_nbytes += raw.nbytes
             if self._copied_nbytes >= _TOGETHER_NBYTES:
@@ -421,12 +421,7 @@ def copy_into(live: Any, entry: Entry, raw: np.ndarray) -> None:
         np.copyto(live, from_bytes(entry, raw))
         return
     tensor = tensor_entry(sys.modules["torch"], live, entry.name)[0]  # the local shard, without a class of its own
-    if _is_contiguous_here(tensor):
+    if is_as_stored(tensor):
         np.copyto(as_bytes(tensor), raw)  # on one thread, without OpenMP: as fast as memcpy on a busy machine
     else:
         as_bits(tensor).copy_(as_bits(from_bytes(entry, raw)))
-
-
-def _is_contiguous_here(tensor: Any) -> bool:
-    """Whether a tensor is in the host's memory as a slot holds it."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
