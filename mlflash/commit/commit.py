@@ -179,8 +179,8 @@ def _announce(save: Save, state: CourierState) -> bool:
         own = [(save.slot, pool.own, extents)]
         if save.share is not None and request.plan is not None and request.plan.share_extents is not None:
             own.append((save.share, pool.shares, request.plan.share_extents))
-        demand = [(slot, size.nbytes) for slot, _, size in own] + demand  # own slots first: training waits for them
-        if request.waits_for_room:  # all slots at once: the main thread waits and uses none
+        demand = [(slot, size.nbytes) for slot, _, size in own] + demand
+        if request.waits_for_room:  # all slots at once: the main thread uses none
             demand += [(other, size.nbytes) for slot, pair, size in own for other in pair if other is not slot]
     grow = any(needs_room(slot, nbytes) for slot, nbytes in demand)
     step = request.step
@@ -212,8 +212,23 @@ def _announce(save: Save, state: CourierState) -> bool:
     save.skipped = agreed.skips
     reach("protect.announced")
     if agreed.grows and not agreed.skips:
-        state.make_room(demand, state.pool.leased(request.lease) if request.waits_for_room else [])
+        waiting = state.pool.leased(request.lease) if request.waits_for_room else []
+        state.make_room(demand, waiting, made=lambda: _stage(save, state))
+    elif not agreed.skips:
+        _stage(save, state)
     return True
+
+
+def _stage(save: Save, state: CourierState) -> None:
+    """Let the trainer fill its slots now, if it waits for room in them. Then training goes on."""
+
+    def stage() -> None:
+        save.request.inode, save.request.checks, _ = save.trainer.stage(state.pool.files_of(save.request.lease))
+        save.trainer.handed_over()
+
+    if save.request.waits_for_room:
+        with save.times.of("copy"):
+            _locally(save, stage)
 
 
 def _catches_up(state: CourierState, step: int, low: int) -> bool:
@@ -250,18 +265,11 @@ def _protect(save: Save, state: CourierState) -> None:
     assert save.slot is not None and request.plan is not None
     value_checks = save.value_checks = ValueChecks(state, save.attempt.generation)
 
-    def stage() -> None:
-        request.inode, request.checks, _ = save.trainer.stage(state.pool.files_of(request.lease))
-        save.trainer.handed_over()
-
     def finish_deferred() -> None:
         problem, checks = save.trainer.finish_deferred()
         save.fail(problem)
         request.checks = {**request.checks, **checks}
 
-    if request.waits_for_room:
-        with save.times.of("copy"):
-            _locally(save, stage)
     if request.problem is None:
         with save.times.of("deferred"):
             _locally(save, finish_deferred)

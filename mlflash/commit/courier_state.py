@@ -245,7 +245,8 @@ class CourierState:
         # No file is deleted or reused before every rank of the node has attached its own.
         world.barrier()
 
-    def make_room(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = (), pairs: bool = True) -> None:
+    def make_room(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = (), pairs: bool = True,
+                  made: Callable[[], None] = lambda: None) -> None:  # fmt: skip
         """Make room in this rank's slots. Collective over the world.
 
         Busy slots are left alone, because the trainer may be staging into one right now.
@@ -253,6 +254,7 @@ class CourierState:
         Args:
             waiting: leased slots that the trainer waits for and does not touch.
             pairs: also enlarge the other inbox slot of each pair, which is needed next.
+            made: called as soon as those have room, before the others are made. It must not raise anything.
 
         Raises:
             MemoryTooSmall: on all ranks; slots that hold a committed step are unchanged.
@@ -265,14 +267,12 @@ class CourierState:
         self.protection.close_windows()
         try:
             with self.pool.reserved([*wanted.values()]) as reserved:
-                writable = (*waiting, *reserved)
-                usable = [(slot, n) for slot, n in wanted.values() if any(slot is other for other in writable)]
-                try:
-                    grow_slots(self.world, self.memory, usable)
-                except MemoryTooSmall:
-                    if not self._give_way():
-                        raise
-                    grow_slots(self.world, self.memory, usable)
+                first, then = ([(slot, n) for slot, n in wanted.values() if any(slot is other for other in slots)]
+                               for slots in (waiting, reserved))  # fmt: skip
+                self._or_give_way(lambda: check_room(self.world, self.memory, first + then))
+                self._or_give_way(lambda: grow_slots(self.world, self.memory, first))
+                made()
+                self._or_give_way(lambda: grow_slots(self.world, self.memory, then))
         finally:
             self.tell_trainer()
             self.protection.open_windows(self.pool)
@@ -284,16 +284,22 @@ class CourierState:
         self.pool.aside = {file for node, file in (trace.place for trace in self.find_traces()) if node == own_node}
         self.adopt(of_headers([], own_node), None)
 
-    def _give_way(self) -> bool:
-        """Delete the files that were skipped and left aside, if that is allowed. Return whether any was. Collective."""
-        if not self.world.any_of(self.gives_way and self.pool.aside):
-            return False
-        if self.world.rank == 0:
-            log.warning("memory has no room for the slots of this run and for the checkpoints that are passed over: "
-                        "these checkpoints are deleted now, and not after the first commit")  # fmt: skip
-        self.pool.drop_aside()
-        self.world.barrier()  # only then does each node count its free memory
-        return True
+    def _or_give_way(self, work: Callable[[], None]) -> None:
+        """Do something that needs memory; if there is too little, delete what was skipped and left aside, if allowed.
+
+        Collective over the world.
+        """
+        try:
+            work()
+        except MemoryTooSmall:
+            if not self.world.any_of(self.gives_way and self.pool.aside):
+                raise
+            if self.world.rank == 0:
+                log.warning("memory has no room for the slots of this run and for the checkpoints that are passed "
+                            "over: these checkpoints are deleted now, and not after the first commit")  # fmt: skip
+            self.pool.drop_aside()
+            self.world.barrier()  # only then does each node count its free memory
+            work()
 
     def ensure_room(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = (), pairs: bool = True) -> None:
         """Make room if any rank needs it, like `make_room`. Collective over the world; usually a single allreduce."""
@@ -326,21 +332,19 @@ def needs_room(slot: Slot, nbytes: int) -> bool:
     return slot.use is not Use.HOLDS and not slot.drains and slot.lacks(nbytes) and not slot.is_lent
 
 
-def grow_slots(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, int]]) -> None:
-    """Give slots larger files, or fail before anything is allocated if the node has no room for them.
+def check_room(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, int]]) -> None:
+    """Fail before anything is allocated if a node has no room for larger files of some slots.
 
-    Collective over the world. A slot that holds a committed step is left as it is. Raises MemoryTooSmall on all ranks,
-    with the numbers of the node that lacks memory.
+    Collective over the world. Raises MemoryTooSmall on all ranks, with the numbers of the node that lacks memory.
     """
-    todo = [(slot, round_up(nbytes, PAGE_NBYTES)) for slot, nbytes in demand if needs_room(slot, nbytes)]
-    asked = sum(nbytes - slot.view.nbytes for slot, nbytes in todo)
+    asked = sum(nbytes - slot.view.nbytes for slot, nbytes in _missing(demand))
     asked = asked if world.node is None else sum(world.gather(asked, world.node))
 
     def check() -> None:
         free = available(memory.path)
         what, least = min(free.items(), key=lambda item: item[1])
         spared = headroom(asked)
-        if todo and asked + spared > least:
+        if asked and asked + spared > least:
             raise MemoryTooSmall(
                 "the slots of this node do not fit into its memory: save less, use fewer ranks per node or a scheme "
                 "that needs less memory, or raise the limit named below (/dev/shm: mount -o remount,size=...; in a "
@@ -349,6 +353,16 @@ def grow_slots(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot,
                 "spare",
                 found=f"{least:,} bytes: {what}" + _others(memory),
             )
+
+    world.on_all(check)
+
+
+def grow_slots(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, int]]) -> None:
+    """Give slots larger files. Collective over the world; raises MemoryTooSmall on all ranks.
+
+    A slot that holds a committed step must not be among them.
+    """
+    todo = _missing(demand)
 
     def create() -> None:
         try:
@@ -364,8 +378,12 @@ def grow_slots(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot,
         finally:  # even if another rank found no room: the new files stay and will be used
             shared_memory_segment.prefault_in_background([slot.segment for slot, _ in todo if slot.segment is not None])
 
-    world.on_all(check)
     world.on_all(create)
+
+
+def _missing(demand: Sequence[tuple[Slot, int]]) -> list[tuple[Slot, int]]:
+    """The slots that need larger files, with their bytes."""
+    return [(slot, round_up(nbytes, PAGE_NBYTES)) for slot, nbytes in demand if needs_room(slot, nbytes)]
 
 
 def _others(memory: NodeDirectory) -> str:

@@ -21,6 +21,7 @@ from waiting import until as until_true
 
 from mlflash import Checkpointer
 from mlflash.channel.client import Client
+from mlflash.save.stage import Staging
 from mlflash.state import copy_kernel
 
 pytestmark = pytest.mark.mpi
@@ -155,3 +156,23 @@ def test_a_save_keeps_no_memory_and_takes_little_for_a_while(options: dict[str, 
             tracemalloc.stop()
         copying = ckpt._trainer.copy_threads.threads - 1  # as many as help, which is measured
         assert threading.active_count() <= threads + copying + 2  # one answers the courier, one looks at its deadlines
+
+
+@pytest.mark.parametrize("replicated", [False, True], ids=["own", "shared"])
+def test_a_first_save_waits_for_its_own_slot_alone(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, replicated: bool
+) -> None:
+    stage, there = Staging.copy, []
+
+    def look_and_copy(*args: Any) -> Any:
+        there.append(sum(path.stat().st_size for path in memory.glob("slot-*")))
+        return stage(*args)
+
+    monkeypatch.setattr(Staging, "copy", look_and_copy)
+    with Checkpointer(**options, replicated=replicated or None) as ckpt:
+        memory = Path(ckpt.report()["memory"])
+        state = {"own": np.full(1 << 20, MPI.COMM_WORLD.rank, np.uint8), "alike": np.ones(1 << 20, np.uint8)}
+        ckpt.save(1, state).wait()
+        assert 1 << 20 < there[0] < 3 << 20, there
+        after = sum(path.stat().st_size for path in memory.glob("slot-*"))
+        assert after > there[0] + (2 << 20), "no other slots are made"
