@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Set
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
@@ -283,7 +284,7 @@ class _Reading:
         target = _as_items(live) if str(live.dtype).removeprefix("torch.") == entry.dtype else None
         if target is None:  # another device or dtype: read into a buffer first
             item_nbytes = entry.nbytes // math.prod(entry.shape)
-            part = dataclasses.replace(entry, shape=shape, nbytes=live.numel() * item_nbytes)
+            part = msgspec.structs.replace(entry, shape=shape, nbytes=live.numel() * item_nbytes)
             arrived = np.empty((*shape, item_nbytes), dtype=np.uint8)
             target = arrived
             self._wanted.append(_Wanted(item, arrived, live, part))

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
@@ -454,7 +455,7 @@ def flat_of(chunks: Iterable[Chunk], index: bytes, blob: bytes) -> Flat:
         name, offset = chunk.key
         count = names[name] = names.get(name, 0) + 1
         value, entry, place = tensor_entry(torch, chunk.value, name if count == 1 else f"{name}~{count}")
-        entry = dataclasses.replace(entry, global_shape=chunk.shape, offset=offset)
+        entry = msgspec.structs.replace(entry, global_shape=chunk.shape, offset=offset)
         tie = -1 if place is None else memory.setdefault((place, chunk.shape, offset), len(leaves))
         tree.append([encode_key((name, *offset), name), ["e", len(leaves)]])
         leaves.append(Leaf(entry, value, -1 if tie == len(leaves) else tie, chunk.whole))

@@ -27,6 +27,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -302,7 +303,9 @@ class LightSaves:
         structure, starts = flat.structure, list[int]()
         for number, tie in enumerate(structure.ties):  # an entry is known by where it begins
             starts.append(number if tie < 0 else starts[tie])
-        entries = tuple(map(lambda entry, start: dataclasses.replace(entry, start=start), structure.entries, starts))
+        entries = tuple(
+            map(lambda entry, start: msgspec.structs.replace(entry, start=start), structure.entries, starts)
+        )
 
         def read(entry: Entry) -> Any:
             value = found["rest"].get(entry.name)

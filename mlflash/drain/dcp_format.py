@@ -14,6 +14,7 @@ import pickle
 import zlib
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
 
 from ..state.leaves import Entry, apart, from_bytes
@@ -105,7 +106,7 @@ def _keys(rank: int, content: RankContent) -> tuple[dict[str, str], dict[str, by
 
 
 def _renamed(entry: Entry, key_of: Mapping[str, str]) -> Entry:
-    return dataclasses.replace(entry, name=key_of[entry.name])
+    return msgspec.structs.replace(entry, name=key_of[entry.name])
 
 
 def _extras(rank: int, content: RankContent, keys: Keys) -> dict[str, bytes]:

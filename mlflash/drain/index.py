@@ -19,6 +19,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -143,7 +144,7 @@ class Index(Places):
         """The parts of tensors that are in the file, as entries whose ``start`` is where they begin in it."""
         for number, place in self.of.items():
             entry = self.manifest.entries[number]
-            yield dataclasses.replace(rows_of(entry, place.begin, place.rows), start=place.start), place
+            yield msgspec.structs.replace(rows_of(entry, place.begin, place.rows), start=place.start), place
 
 
 def rows_of(entry: Entry, begin: int, rows: int) -> Entry:
@@ -151,7 +152,7 @@ def rows_of(entry: Entry, begin: int, rows: int) -> Entry:
     if not entry.shape:
         return entry
     nbytes = entry.nbytes // max(1, entry.shape[0]) * rows
-    return dataclasses.replace(entry, offset=(entry.offset[0] + begin, *entry.offset[1:]),
+    return msgspec.structs.replace(entry, offset=(entry.offset[0] + begin, *entry.offset[1:]),
                                shape=(rows, *entry.shape[1:]), nbytes=nbytes)  # fmt: skip
 
 

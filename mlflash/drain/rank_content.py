@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -128,7 +129,7 @@ def content_of(rank: int, home: RankCheckpoint, common: Sequence[Entry], survey:
     firsts = [entry for entry, name in zip(entries, names, strict=True) if entry.name == name]
     shared = sorted((e for e in firsts if e.nbytes and e.start >= behind), key=lambda e: e.start)
     alike = {entry.name: 0 for entry in common} | {entry.name: sets[rank] for entry in shared}
-    parts = [Part(dataclasses.replace(e, start=0), e, -1) for e in firsts if e.name not in alike]
+    parts = [Part(msgspec.structs.replace(e, start=0), e, -1) for e in firsts if e.name not in alike]
     siblings = sorted(other for other, by in sets.items() if by == sets.get(rank))
     nth = siblings.index(rank) if shared else 0
     begins = []
@@ -309,4 +310,4 @@ def divide(entries: Sequence[Entry], ranks: int, nth: int) -> Iterator[Rows]:
 def part_of(entry: Entry, begin: int, end: int) -> Entry:
     """Rows of a tensor, as an entry; ``start`` is where they begin in it."""
     row_nbytes = entry.nbytes // max(1, entry.shape[0]) if entry.shape else 0
-    return dataclasses.replace(rows_of(entry, begin, end - begin), start=begin * row_nbytes)
+    return msgspec.structs.replace(rows_of(entry, begin, end - begin), start=begin * row_nbytes)

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from ..channel.client import TrainerState
@@ -192,8 +193,8 @@ def _live_entries(state: Any, flat: Flat, tree: Tree, entries: tuple[Entry, ...]
         if entry.name not in live and is_like(entry, parameter):
             whole, offset, shape, mesh = place_of(parameter, entry.name)
             nbytes = math.prod(shape) * getattr(torch, entry.dtype).itemsize  # the saved one may have another dtype
-            live[entry.name] = dataclasses.replace(entry, global_shape=whole, offset=offset, shape=shape, nbytes=nbytes,
-                                                   mesh=mesh)  # fmt: skip
+            live[entry.name] = msgspec.structs.replace(entry, global_shape=whole, offset=offset, shape=shape,
+                                                       nbytes=nbytes, mesh=mesh)  # fmt: skip
     return live
 
 
@@ -244,10 +245,10 @@ def _want(rank: int, opened: OpenCheckpoint, state: Any) -> _Wanted:
     made_of: dict[int, Parts] = {}
     for number, (entry, before) in enumerate(zip(entries, own.entries, strict=True)):
         tie = starts.setdefault(before.start, number) if before.nbytes else number
-        if dataclasses.replace(entries[tie], name=entry.name, start=entry.start) != entry:
+        if msgspec.structs.replace(entries[tie], name=entry.name, start=entry.start) != entry:
             tie = number  # they were tied, but are different shards now
         value = live[entry.name].value if entry.name in live else None
-        leaves.append(Leaf(dataclasses.replace(entry, start=0), value, -1 if tie == number else tie))
+        leaves.append(Leaf(msgspec.structs.replace(entry, start=0), value, -1 if tie == number else tie))
         if tie != number or not entry.nbytes:
             continue
         if entry.name not in live_entries and olds.is_sharded(olds.spots_of(entry)):

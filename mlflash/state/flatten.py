@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..errors import StateError
@@ -250,7 +251,7 @@ class _Walk:
             names = entry_names(tree, [_as_text(leaf.entry.name) for leaf in self.leaves])
         except RecursionError as error:
             raise StateError(f"the state is nested too deeply for the stack that save() has here: {error}") from None
-        leaves = [leaf if leaf.entry.name == name else dataclasses.replace(leaf, entry=dataclasses.replace(
+        leaves = [leaf if leaf.entry.name == name else dataclasses.replace(leaf, entry=msgspec.structs.replace(
             leaf.entry, name=name)) for leaf, name in zip(self.leaves, names, strict=True)]  # fmt: skip
         return Flat.of(leaves, tree, self.plain, frozenset(names[number] for number in self.private))
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
+import msgspec
+
 from .leaves import Entry, Flat
 
 PAGE_NBYTES = 4096
@@ -99,7 +101,7 @@ def plan(flat: Flat, manifest_nbytes: int, shared: Collection[int] = ()) -> Layo
         starts[i] = at
         at = round_up(at + entries[i].nbytes, ALIGN_NBYTES)
     placed = tuple(
-        dataclasses.replace(entry, start=starts[i if tie < 0 else tie])
+        msgspec.structs.replace(entry, start=starts[i if tie < 0 else tie])
         for i, (entry, tie) in enumerate(zip(entries, ties, strict=True))
     )
     room = round_up(manifest_nbytes * 3 // 2 + PAGE_NBYTES, PAGE_NBYTES)

@@ -15,8 +15,9 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import add
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -32,18 +33,20 @@ def inside(tree: Tree) -> Tree:
     return inside(tree[1]) if tree[0] in ("o", "k") else tree
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a slot says about one tensor shard or array (the model of PyTorch DCP)."""
 
     name: str  # path in the state, dict keys and list indices joined with "."
     kind: str  # "tensor" or "array"
     dtype: str  # "float32", "bfloat16", … (torch) or numpy's dtype.str ("<f4")
-    global_shape: tuple[int, ...]  # shape of the whole tensor
-    offset: tuple[int, ...]  # where this shard begins in it, one number per dimension
-    shape: tuple[int, ...]  # shape of this shard
-    start: int  # first byte, counted from the start of the payload
-    nbytes: int
+    global_shape: tuple[Natural, ...]  # shape of the whole tensor
+    offset: tuple[Natural, ...]  # where this shard begins in it, one number per dimension
+    shape: tuple[Natural, ...]  # shape of this shard
+    start: Natural  # first byte, counted from the start of the payload
+    nbytes: Natural
     mesh: str | None = None  # of a DTensor, which ranks hold it: see `mesh_name`; None: it is no DTensor
 
 

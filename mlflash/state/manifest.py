@@ -13,6 +13,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from ..errors import CorruptSlot, StateError
 from . import containers
 from .leaves import Entry, Tree, item_nbytes
@@ -45,8 +47,8 @@ class Manifest:
 
 def encode_entries(entries: tuple[Entry, ...]) -> bytes:
     """Encode the part that stays the same from save to save."""
-    return _json([list(vars(entry).values()) if entry.mesh is not None else [*vars(entry).values()][:-1]
-                  for entry in entries])  # fmt: skip
+    listed = msgspec.to_builtins(entries)
+    return _json([fields if fields[-1] is not None else fields[:-1] for fields in listed])
 
 
 def encode_tree(tree: Tree) -> bytes:
@@ -100,7 +102,9 @@ def decode(raw: bytes, payload_nbytes: int) -> Manifest:
         document = json.loads(raw, parse_constant=_refuse)
         listed, shared = document["entries"], _shared(document.get("shared"))
         nbytes = 0 if shared is None else shared.nbytes
-        entries = tuple(decode_entry(fields, payload_nbytes, nbytes) for fields in listed)
+        entries = msgspec.convert(listed, tuple[Entry, ...])
+        for entry in entries:
+            _check_entry(entry, payload_nbytes, nbytes)
         plain = document["plain"]
         if not isinstance(plain, list):
             raise ValueError("'plain' is not a list")
@@ -134,26 +138,18 @@ def _provenance(document: Any) -> dict[str, Any]:
     return {}
 
 
-def decode_entry(fields: Any, payload_nbytes: int, shared_nbytes: int = 0) -> Entry:
-    """Make an entry from its fields in a manifest; any error in them is one of `BAD_DOCUMENT`."""
-    name, kind, dtype, global_shape, offset, shape, start, nbytes, *mesh = fields
-    entry = Entry(name, kind, dtype, tuple(global_shape), tuple(offset), tuple(shape), start, nbytes, *mesh)
-    if mesh and not all(isinstance(text, str | None) for text in mesh):
-        raise ValueError(f"entry {name!r} has a bad mesh")
-    numbers = (*entry.global_shape, *entry.offset, *entry.shape, start, nbytes)
-    if not (isinstance(name, str) and {*map(type, numbers)} == {int} and min(numbers) >= 0):
-        raise ValueError(f"entry {name!r} has a bad name, shape or extent")
+def _check_entry(entry: Entry, payload_nbytes: int, shared_nbytes: int) -> None:
+    """Refuse an entry whose numbers do not fit each other, or the slot; the error is one of `BAD_DOCUMENT`."""
     if not len(entry.global_shape) == len(entry.offset) == len(entry.shape):
-        raise ValueError(f"entry {name!r} has shapes of different rank")
+        raise ValueError(f"entry {entry.name!r} has shapes of different rank")
     is_whole = entry.shape == entry.global_shape and not any(entry.offset)
     if not is_whole and any(o + s > g for o, s, g in zip(entry.offset, entry.shape, entry.global_shape, strict=True)):
-        raise ValueError(f"the shard of entry {name!r} is not inside its tensor")
-    if math.prod(entry.shape) * item_nbytes(kind, dtype) != nbytes:
-        raise ValueError(f"entry {name!r} has {nbytes} bytes, not those of {entry.shape} x {dtype}")
-    room = payload_nbytes if start < payload_nbytes else payload_nbytes + shared_nbytes
-    if start + nbytes > room:
-        raise ValueError(f"entry {name!r} lies outside the payload")
-    return entry
+        raise ValueError(f"the shard of entry {entry.name!r} is not inside its tensor")
+    if math.prod(entry.shape) * item_nbytes(entry.kind, entry.dtype) != entry.nbytes:
+        raise ValueError(f"entry {entry.name!r} has {entry.nbytes} bytes, not those of {entry.shape} x {entry.dtype}")
+    room = payload_nbytes if entry.start < payload_nbytes else payload_nbytes + shared_nbytes
+    if entry.start + entry.nbytes > room:
+        raise ValueError(f"entry {entry.name!r} lies outside the payload")
 
 
 def check_tree(tree: Any, entries: int, plain: int, depth: int = 0) -> None:

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import msgspec
+
 from ..errors import MlflashError, StateError, StructureMismatch, text_of
 from .flatten import forget_early_iterator, has_not_begun, is_object
 from .leaves import Entry, Tree, inside, is_tensor, place_of, tensor_entry
@@ -177,7 +179,7 @@ def own_tensors(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[int, 
             local, local_entry, place = tensor_entry(sys.modules["torch"], tensor, entry.name)
         except StateError:
             continue
-        if place and local.is_contiguous() and dataclasses.replace(local_entry, start=entry.start) == entry:
+        if place and local.is_contiguous() and msgspec.structs.replace(local_entry, start=entry.start) == entry:
             own[number] = tensor
             places.append((place[0], place[1], place[1] + entry.nbytes))
     places.sort()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import click
+import msgspec
 import numpy as np
 
 from ..channel.ranks import Collectives
@@ -325,7 +326,7 @@ def _of_plan(opened: OpenCheckpoint) -> tuple[Whole, Spots]:
 def _whole(entry: Entry, name: str) -> Entry:
     nbytes = item_nbytes(entry.kind, entry.dtype) * math.prod(entry.global_shape)
     zero = (0,) * len(entry.global_shape)
-    return dataclasses.replace(entry, name=name, offset=zero, shape=entry.global_shape, start=0, nbytes=nbytes)
+    return msgspec.structs.replace(entry, name=name, offset=zero, shape=entry.global_shape, start=0, nbytes=nbytes)
 
 
 def _map(tree: Tree, leaf: Callable[[str, int], Tree], key: Callable[[Any, Tree], Any] = lambda code, _: code) -> Tree:
@@ -419,7 +420,7 @@ def tensors_by_name(whole: Whole) -> Whole:
 def by_name(whole: Whole, names: dict[str, str]) -> Whole:
     """Return some values of a checkpoint as a flat dict under new names."""
     places = plain_leaves(whole.tree)
-    entries = {new: dataclasses.replace(whole.entries[old], name=new) for old, new in names.items()
+    entries = {new: msgspec.structs.replace(whole.entries[old], name=new) for old, new in names.items()
                if old in whole.entries}  # fmt: skip
     plain = {new: whole.plain[places[old]] for old, new in names.items() if old not in whole.entries}
     olds = {new: whole.ties.get(old, old) for old, new in names.items() if old in whole.entries}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -84,7 +84,7 @@ def test_shards_that_overlap_are_one_tensor_too() -> None:
     with pytest.raises(StructureMismatch, match="parts of this tensor are not in the checkpoint"):
         parts(entry((10,), (0,), (10,)), [held[0], Held(1, entry((10,), (7,), (3,)))], 0)
     with pytest.raises(StructureMismatch, match="not in the checkpoint"):
-        ranks_of(held).parts(dataclasses.replace(entry((10,), (0,), (10,)), name="v"), 0)
+        ranks_of(held).parts(msgspec.structs.replace(entry((10,), (0,), (10,)), name="v"), 0)
 
 
 def test_the_shards_on_this_node_are_taken_first_and_else_ranks_take_turns() -> None:
