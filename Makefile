@@ -28,6 +28,7 @@
 #   make docs            site/ of README.md and docs/, to be read from a browser; a warning fails it, and so does style
 #   make style           the words and sentences of the pages, by the list of tools/style.txt: a second
 #   make package         wheel and source distribution, each extra in an environment of its own: five minutes
+#   make release         dist/ of the newest commit: wheel, source distribution, bill of materials, checksums
 #   make clean           remove the environments and reports
 
 MPI ?= mpich
@@ -65,7 +66,7 @@ TRAININGS := lightning transformers deepspeed torchtitan nemo torchao
 
 .PHONY: help demo gate full shake unit programs files browser adapters megatron megatron-ranks megatron-trainings \
   frameworks $(TRAININGS) simulation simulate faults \
-  cluster slurm chaos corrupt recoveries suites lint type bench docs style package clean $(SIZES:%=test-%)
+  cluster slurm chaos corrupt recoveries suites lint type bench docs style package release clean $(SIZES:%=test-%)
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -194,6 +195,11 @@ endef
 .venv-lint/.tests: pyproject.toml
 	$(PYTHON) -m venv .venv-lint
 	$(PIP) $(call NEEDED,lint)
+	@touch $@
+
+.venv-release/.tests: pyproject.toml
+	$(PYTHON) -m venv .venv-release
+	$(PIP) $(call NEEDED,release)
 	@touch $@
 
 # Nothing is imported: the docstrings are read where the package is installed, without torch and MPI.
@@ -335,6 +341,10 @@ site/index.html: mkdocs.yml $(wildcard *.md docs/* docs/*/* benchmarks/*.md benc
 
 package: $(READY)
 	.venv/bin/pytest tests/packaging $(MARKED) --junitxml $(REPORTS)/packaging.xml
+
+release: .venv-release/.tests
+	@rm -rf dist
+	.venv-release/bin/python tools/release.py dist
 
 clean:
 	rm -rf .venv .venv-* .reports site build dist mlflash.egg-info

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _NAMES = ("numpy", "torch", "transformers", "megatron.core", "nemo", "lightning", "deepspeed", "torchtitan")
 
 
