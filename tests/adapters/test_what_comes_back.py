@@ -12,7 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.fsdp import (
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    StateDictType,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch_jobs import COMM, job
@@ -168,6 +174,45 @@ def test_flat_shards_of_fsdp1_are_refused_on_one_rank(options: dict[str, Any]) -
             refused = pytest.raises(errors.StructureMismatch, match="as FSDP1 does")
             with Checkpointer(comm=comm, **options) as ckpt, refused:
                 ckpt.restore(flat(1))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("how", ["whole after forward", "whole after backward", "mixed precision"])
+def test_weights_that_are_whole_are_those_of_the_restore_at_once(options: dict[str, Any], how: str) -> None:
+    """NVIDIA-NeMo/Megatron-Bridge#3397, ISEEKYAN/Megatron-LM#104: what computes had the old weights until a step."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if how == "mixed precision" else MixedPrecisionPolicy()
+    x = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+    def make(seed: int) -> State:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+        for layer in (*model, model):
+            fully_shard(layer, reshard_after_forward=False, mp_policy=policy)
+        if how == "whole after backward":
+            model.set_reshard_after_backward(False)
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+
+    def step(state: State) -> torch.Tensor:
+        loss = state["model"](x).square().mean()
+        loss.backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        return loss.detach()
+
+    with job() as comm, Checkpointer(comm=comm, strict=True, **options) as ckpt:
+        state, other = make(1), make(2)
+        step(state)
+        ckpt.save(1, state).wait()
+        expected = [step(state), step(state)]
+        step(other)
+        for live in (state, other):
+            if how == "whole after backward":
+                step(live)
+            else:
+                with torch.no_grad():
+                    live["model"](x)
+            assert ckpt.restore(live, step=1) == 1
+            assert [step(live), step(live)] == expected
 
 
 # What optimizers keep

@@ -107,6 +107,29 @@ def _fails(*args: Any) -> None:
 
 
 @two
+def test_lower_steps_are_saved_after_a_failed_one_which_never_comes_back(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AI-Hypercomputer/maxtext#5260: a failed save stayed the latest, and later saves of lower steps were skipped."""
+    options = {"job": "t", **on_node(root), "timeout_s": PATIENCE_S}
+    with Checkpointer(**options) as ckpt:
+        assert_goes_on(ckpt, 10)
+        assert_goes_on(ckpt, 20)
+        with monkeypatch.context() as patch:
+            if RANK == LAST:
+                patch.setattr(stage.Staging, "copy", _fails)
+            with pytest.raises((TypeError, errors.SaveFailed), match="this cannot be viewed"):
+                ckpt.save(30, state_of(30)).wait()
+        state = state_of(0)
+        assert ckpt.restore(state, before=30) == 20 and (state["x"] == state_of(20)["x"]).all()
+        assert_goes_on(ckpt, 22)
+        assert_goes_on(ckpt, 25)
+    with Checkpointer(**options) as ckpt:
+        assert 30 not in ckpt.steps() and ckpt.restore(state) == 25
+        assert (state["x"] == state_of(25)["x"]).all()
+
+
+@two
 def test_a_callback_that_raises_costs_nothing(ckpt: Checkpointer) -> None:
     def call(snapshot: Any) -> None:
         raise SystemExit(1)

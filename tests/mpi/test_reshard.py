@@ -191,6 +191,35 @@ def restart(options: dict[str, Any], root: Path, nodes: Nodes, change: Change) -
     assert held.count(new.ranks) * 2 >= len(held), "one slot of each pair may have an old step, until the next save"
 
 
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("where", ["memory", "directory"])
+def test_a_step_that_fewer_ranks_save_again_is_no_mixture(
+    options: dict[str, Any], root: Path, nodes: Nodes, where: str
+) -> None:
+    """NVIDIA-NeMo/Megatron-Bridge#5604: files of ranks that were gone stayed in the folder of the step, and counted."""
+    options |= {"directory": root / "pfs"} if where == "directory" else {}
+    for size, value in ((SIZE, 1.0), (2, 2.0)):
+        with job(size) as comm:
+            if comm is not None:
+                with Checkpointer(comm=comm, strict=True, fresh=value == 2, **options) as ckpt:
+                    assert ckpt.restore(sharded(0.0)) is None
+                    ckpt.save(10, sharded(value)).wait()
+                    ckpt.drain().wait() if where == "directory" else None
+    nodes.lose(*range(SIZE if where == "directory" else 0))
+    with job(SIZE) as comm, Checkpointer(comm=comm, **options) as ckpt:
+        state = sharded(0.0)
+        assert ckpt.restore(state) == 10
+        assert (state["w"].full_tensor() == 2).all() and (state["moments"].to_local() == 2).all()
+
+
+def sharded(value: float) -> dict[str, Any]:
+    """Tensors in as many shards as there are ranks in this job, all of one value."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        name: distribute_tensor(torch.full((8 * SIZE + 1, 3), value), mesh, [Shard(0)]) for name in ("w", "moments")
+    }
+
+
 @on_5
 def test_what_does_not_go_together_is_refused_on_all_ranks(options: dict[str, Any], root: Path) -> None:
     save(options, 4, Shard(0), 1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -167,6 +168,259 @@ def run_to_step_30(drained: dict[str, Any], end: str) -> subprocess.CompletedPro
         {end}
     """
     return subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S, capture_output=True, text=True)
+
+
+MIB = 1 << 20
+
+
+class Moving:
+    """A training whose tensors move to new storages before each save, as when they were offloaded."""
+
+    def __init__(self) -> None:
+        import torch
+
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 3))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def step(self) -> None:
+        import torch
+
+        self.model(torch.randn(8, 64)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def move(self) -> None:
+        old = []
+        for parameter in self.model.parameters():
+            old.append(parameter.data)
+            parameter.data = parameter.data.clone()
+            for name, value in self.optimizer.state[parameter].items():
+                old.append(value)
+                self.optimizer.state[parameter][name] = value.clone()
+        for tensor in old:
+            tensor.fill_(-7)
+
+    def values(self) -> list[Any]:
+        moments = [value for of_parameter in self.optimizer.state.values() for value in of_parameter.values()]
+        return [tensor.detach().clone() for tensor in (*self.model.parameters(), *moments)]
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_each_step_has_its_own_values_though_all_tensors_move_between_saves(shm: Path, is_lazy: bool) -> None:
+    """NVIDIA-NeMo/RL#3312: with a cached structure, every save after the first had the tensors of the first."""
+    torch = pytest.importorskip("torch")
+    training, wanted = Moving(), {}
+    with Checkpointer(**options(shm), strict=True) as ckpt:
+        for step in range(1, 7):  # no restore meanwhile, which would forget where tensors were
+            training.step()
+            training.move()
+            wanted[step] = training.values()
+            snapshot = ckpt.save(step, training.state, until=training.optimizer if is_lazy else ())
+            training.step()
+            snapshot.wait()
+    other = Moving()
+    other.step()
+    with Checkpointer(**options(shm)) as ckpt:
+        for step in (6, 5):
+            assert ckpt.restore(other.state, step=step) == step
+            assert all(map(torch.equal, other.values(), wanted[step])), step
+
+
+def test_60_steps_that_are_loaded_while_saving_goes_on_have_their_own_values(shm: Path) -> None:
+    """Lightning-AI/pytorch-lightning#21431: of 60 checkpoints that were saved and loaded in a loop, 2 were torn."""
+    state, last = {"w": np.zeros(1 << 18), "step": 0}, 60
+    with Checkpointer(**options(shm), strict=True) as ckpt:
+        for step in range(1, last + 1):
+            state["w"][:] = state["step"] = step
+            snapshot = ckpt.save(step, state)
+            state["w"][:] = state["step"] = -1
+            found, loaded = ckpt.load() if step % 2 else (step, state)
+            if step % 2 == 0:
+                assert ckpt.restore(state, step=snapshot.wait().step) == step
+            assert found in (step - 1, step) and loaded["step"] == found and (loaded["w"] == found).all()
+
+
+def test_a_new_checkpointer_of_a_process_finds_what_another_process_has_saved_meanwhile(shm: Path) -> None:
+    """NVIDIA-NeMo/Megatron-Bridge#4758: after a restart in the process, a cached tracker named the old step."""
+    with Checkpointer(**options(shm)) as ckpt:
+        ckpt.save(1, {"w": np.full(9, 1)}).wait()
+        assert ckpt.restore({"w": np.zeros(9, int)}) == 1
+    program = f"""if True:
+        import numpy as np
+        from mlflash import Checkpointer
+        with Checkpointer(**{options(shm)!r}) as ckpt:
+            assert ckpt.restore({{"w": np.zeros(9, int)}}) == 1
+            ckpt.save(2, {{"w": np.full(9, 2)}}).wait()
+    """
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_S)
+    state = {"w": np.zeros(9, int)}
+    with Checkpointer(**options(shm)) as ckpt:
+        assert ckpt.steps()[-1] == ckpt.adapting.newest_step() == 2
+        assert ckpt.restore(state) == 2 and state["w"].tolist() == [2] * 9
+
+
+def test_the_newest_of_memory_directory_and_source_is_taken_and_a_source_that_is_named_wins(shm: Path) -> None:
+    """NVIDIA-NeMo/Megatron-Bridge#5090, #4900: not all places were looked at, and training began at the first step."""
+    state, place, other = {"w": np.zeros(9, int)}, shm / "own", shm / "other"
+
+    def save(step: int, directory: Path, job: str = "report") -> None:
+        with Checkpointer(directory, **options(shm) | {"job": job}) as ckpt:
+            ckpt.save(step, {"w": np.full(9, step)}).wait()
+            ckpt.drain().wait()
+
+    def restored(**of: Any) -> int | None:
+        with Checkpointer(place, **options(shm)) as ckpt:
+            step = ckpt.restore(state, **of)
+            assert step is None or state["w"].tolist() == [step] * 9
+            return step
+
+    assert restored() is None
+    save(70, other, "another")
+    assert restored(source=other) == 70, "though this job has nothing"
+    lose_memory(shm)
+    save(10, place)
+    lose_memory(shm)
+    assert restored() == 10, "from the directory"
+    with Checkpointer(**options(shm)) as ckpt:
+        ckpt.save(20, {"w": np.full(9, 20)}).wait()
+    assert restored() == 20, "from memory"
+    assert restored(source=other) == 70
+    assert restored(step=10) == 10, "from the directory"
+
+
+def test_3000_tensors_take_few_descriptors(shm: Path) -> None:
+    """InternLM/xtuner#1859: a checkpoint process got a descriptor for each of 3,000 tensors, and reached the limit."""
+    program = f"""if True:
+        import os, resource
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+        import torch
+        from mlflash import Checkpointer
+        state = {{f"t{{i}}": torch.full((3,), float(i)) for i in range(3000)}}
+        with Checkpointer({str(shm / "kept")!r}, **{options(shm)!r}, strict=True) as ckpt:
+            for step in (1, 2, 3):
+                ckpt.save(step, state).wait()
+            ckpt.drain().wait()
+            for tensor in state.values():
+                tensor.zero_()
+            assert ckpt.restore(state) == 3 and all(state[f"t{{i}}"].eq(i).all() for i in range(3000))
+            print(len(os.listdir("/proc/self/fd")))
+    """
+    pytest.importorskip("torch")
+    done = subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S, capture_output=True, text=True)
+    assert done.returncode == 0 and int(done.stdout) < 64, done.stdout + done.stderr
+
+
+def test_a_hundred_saves_and_five_drains_keep_no_memory(shm: Path) -> None:
+    """marin-community/marin#6774: each save left its copy of the state, until the kernel killed the job."""
+
+    def held_kib(pid: int) -> int:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("RssAnon:")).split()[1])
+
+    state = {"w": np.zeros(2 * MIB), "small": [np.zeros(9) for _ in range(100)]}  # 16 MiB
+    with Checkpointer(shm / "kept", **options(shm), strict=True, keep_last=1) as ckpt:
+        pids = [os.getpid(), int(re.findall(r"pid (\d+)", ckpt.report()["courier"])[0])]
+        before = [0, 0]
+        for step in range(1, 164):
+            ckpt.save(step, state).wait()
+            if step % 20 == 0:
+                ckpt.drain().wait()
+            if step == 63:  # the buffers of drains are there
+                before = [held_kib(pid) for pid in pids]
+        grown = [held_kib(pid) - kib for pid, kib in zip(pids, before, strict=True)]
+        assert max(grown) < 32 << 10, f"{grown} KiB: 100 copies would be 1.6 GiB"
+        assert sum(path.stat().st_size for path in shm.glob("mlflash-*/report/slot-*")) < 4 * 17 * MIB
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_a_trainer_and_its_loader_workers_costs_no_committed_step(shm: Path, sent: signal.Signals) -> None:
+    """KempnerInstitute/KempnerForge#177, GaTech-RL2/EgoVerse#621: forked workers have the handler of the trainer, too.
+
+    PyTorch ends a worker by SIGTERM, and raises in the trainer then.
+    """
+    pytest.importorskip("torch")
+    program = f"""if True:
+        import os, signal
+        import numpy as np, torch
+        from mlflash import Checkpointer
+        ckpt, state, stop, trainer = Checkpointer(**{options(shm)!r}), {{"w": np.zeros(9)}}, [], os.getpid()
+
+        def asked(number, frame):
+            stop.append(number)
+            if os.getpid() != trainer:
+                print("saved by a worker", ckpt.save(1000, state).wait().step, flush=True)
+
+        signal.signal({int(sent)}, asked)
+
+        class Endless(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                while True:
+                    yield torch.ones(3)
+
+        begun = ckpt.restore(state) or 0
+        assert (state["w"] == begun).all()
+        print("begun", begun, flush=True)
+        for step, batch in enumerate(torch.utils.data.DataLoader(Endless(), num_workers=2), begun + 1):
+            state["w"][:] = step
+            print("committed", ckpt.save(step, state).wait().step, flush=True)
+            if stop:
+                os._exit(0)
+    """
+    newest = 0
+    for _ in range(2):
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        training = subprocess.Popen([sys.executable, "-c", program], start_new_session=True, **pipes)
+        try:
+            assert training.stdout is not None
+            begun = int(training.stdout.readline().removeprefix("begun "))
+            assert begun in (newest, newest + 1) if newest else begun == 0
+            for step in range(begun + 1, begun + 4):
+                assert training.stdout.readline() == f"committed {step}\n"
+            os.killpg(training.pid, sent)
+            rest, said = training.communicate(timeout=PATIENCE_S)
+            assert training.returncode == 0 or "DataLoader worker" in said, said
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(training.pid, signal.SIGKILL)
+        assert "worker 1000" not in rest
+        newest = max([begun + 3, *(int(line.split()[1]) for line in rest.splitlines())])
+
+
+def test_a_signal_in_an_evaluation_and_a_kill_soon_after_lose_nothing_that_was_committed(shm: Path) -> None:
+    """goodfire-ai/spd#741: 0 of 6 preempted runs had saved, as the signal came while the program evaluated."""
+    program = f"""if True:
+        import signal, time
+        import numpy as np
+        from mlflash import Checkpointer
+        stop = []
+        signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+        with Checkpointer(**{options(shm)!r}) as ckpt:
+            for step in (1, 2, 3):
+                ckpt.save(step, {{"w": np.full(9, step)}}).wait()
+            print("evaluating", flush=True)
+            while True:  # it asks for `stop` after the evaluation, which does not end
+                time.sleep(0.1)
+    """
+    training = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert training.stdout is not None and training.stdout.readline() == "evaluating\n"
+        training.send_signal(signal.SIGTERM)
+        assert training.poll() is None
+    finally:
+        training.kill()
+        training.communicate(timeout=PATIENCE_S)
+    state = {"w": np.zeros(9, int)}
+    with Checkpointer(shm / "kept", **options(shm)) as ckpt:
+        drain = ckpt.scavenge()
+        assert drain is not None and drain.wait().step == 3
+    lose_memory(shm)
+    with Checkpointer(shm / "kept", **options(shm)) as ckpt:
+        assert ckpt.restore(state) == 3 and state["w"].tolist() == [3] * 9
 
 
 # Libraries that are not installed

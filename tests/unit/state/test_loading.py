@@ -77,6 +77,19 @@ def test_a_state_that_is_refused_has_changed_nowhere(ckpt: Checkpointer, change:
     ckpt.save(2, state).wait()
 
 
+def test_an_optimizer_that_was_not_saved_is_not_touched(ckpt: Checkpointer) -> None:
+    """NVIDIA-NeMo/Megatron-Bridge#5680: a step with zeros, which makes the moments, stayed in such an optimizer."""
+    ckpt.save(1, {"m": net()}).wait()
+    for makes_a_step in (False, True):
+        model = net()
+        optimizer = trained(model, 0.1) if makes_a_step else torch.optim.AdamW(model.parameters(), lr=0.1)
+        state = {"m": model, "o": optimizer}
+        before = bits(state)
+        with pytest.raises(errors.StructureMismatch, match="o: in the state given, not in the checkpoint"):
+            ckpt.restore(state)
+        assert bits(state) == before and (len(optimizer.state) > 0) is makes_a_step
+
+
 def test_what_was_loaded_before_another_object_failed_is_put_back(ckpt: Checkpointer) -> None:
     model = net()
     ckpt.save(1, {"o": trained(model, 0.5), "m": model, "k": Keeper(1.0), "n": 1, "t": (1, [1])}).wait()
