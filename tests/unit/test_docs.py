@@ -71,6 +71,20 @@ def test_every_test_that_a_page_names_exists() -> None:
         assert named <= there, f"{page.name}: {named - there}"
 
 
+def test_each_report_of_others_stands_once_with_a_test_that_exists() -> None:
+    report = r"^\| \[(.+?) #(\d+)\]\(https://github\.com/([\w.-]+/[\w.-]+)/(?:issues|pull)/(\d+)\) \| "
+    page = (DOCS / "reports.md").read_text()
+    tried = re.findall(rf"{report}([^|]+) \| ([^|]+) \| `(tests/[\w/]+\.py)::(test_\w+)` \|$", page, re.M)
+    assert len(tried) >= 60
+    shown = re.findall(report, page, re.M)
+    assert len(shown) == len(re.findall(r"^\| \[", page, re.M)), "each row names a project, a number and its thread"
+    assert [*Counter(shown).values()] == [1] * len(shown) == [*Counter(row[2:] for row in shown).values()]
+    for project, number, repository, thread, wrong, does, file, name in tried:
+        assert number == thread, f"{project} #{number} links to {repository} {thread}"
+        assert len(f"{project} {wrong} {does}".split()) <= 36, f"{project} #{number} is long"
+        assert re.search(rf"^def {name}\(", (REPO / file).read_text(), re.M), f"{file}::{name}"
+
+
 def test_every_setting_and_command_that_a_page_names_exists() -> None:
     commands = set(main.list_commands(None))  # type: ignore[arg-type]
     for page in PAGES:
