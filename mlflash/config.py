@@ -35,8 +35,9 @@ PREFER_CERTIFIED = "MLFLASH_PREFER_CERTIFIED"
 """Environment name of the rule that a restore takes what is certified."""
 _OTHER_VARIABLES = tuple(
     f"MLFLASH_{name}"
-    for name in ("AGENT", "COMPLETE", "INTERFACE", "ISAL", "KEPT", "LIBMPI", "PRESUMED", "RUN", "TOKEN", "TRACEBACK")
-)
+    for name in ("AGENT", "COMPLETE", "FAILED_AT", "INTERFACE", "ISAL", "KEPT", "LIBMPI", "PRESUMED", "RUN", "TOKEN",
+                 "TRACEBACK")
+)  # fmt: skip
 _OTHER_ARGUMENTS = ("comm", "replicated", "process_group")  # of Checkpointer
 _NOT_SETTINGS = ("MLFLASH_TEST_", "MLFLASH_BENCH_")
 COMPRESSIONS = ("gzip", "zstd", "lz4", "blosc", "blosc2", "bshuf", "bzip2")
@@ -207,7 +208,9 @@ class Config:
         "", "file to which mlflash appends a line of JSON for each event: [watching.md](watching.md#the-event-log)"
     )
     metrics: str = _setting(
-        "", "Prometheus metrics: a file, or `:PORT` on loopback. [watching.md](watching.md#prometheus)"
+        "",
+        "Prometheus metrics: a file, or `:PORT` on loopback. `otlp`: metrics and spans to an OpenTelemetry collector. "
+        "[watching.md](watching.md#prometheus)",
     )
     heartbeat: bool = _setting(
         True,

@@ -149,6 +149,7 @@ class AdapterAPI:
                  check_open: Callable[[], None]):  # fmt: skip
         self._saves, self._restores, self._drains, self._check_open = saves, restores, drains, check_open
         self.ranks, self._courier, self._config = trainer.ranks, trainer.courier, trainer.config
+        self._recorder = trainer.recorder
         self._loading = Loading(trainer.ranks, saves)
 
     def own_files(self) -> OwnFiles:
@@ -403,6 +404,10 @@ class AdapterAPI:
     def must_restore(self, why: str) -> None:
         """Note that the state is undefined. Saves refuse it until a restore, `load_together` or `loaded_elsewhere`."""
         self._saves.undefined = why
+
+    def recovered(self, step: int, seconds: float) -> None:
+        """Note that this rank trains again from a step, so many seconds after it learned that another one was lost."""
+        self._recorder.recovered(step, seconds)
 
     @restart_scope
     def read(

@@ -32,7 +32,8 @@ from ..save.save_queue import SaveQueue
 from ..save.snapshot import Snapshot
 from ..state.manifest import provenance_of
 from ..telemetry.heartbeat import RankFacts, TrainerHeartbeat, read_heartbeats
-from ..telemetry.prometheus_metrics import Metrics
+from ..telemetry.metrics import Metrics, NodeMetrics
+from ..telemetry.otlp import OTLP, Exporter
 from ..telemetry.recorder import EventLog, TrainerRecorder, file_of_node
 from ..version import loaded_versions, not_run_with
 from . import light_saves, off, process_end
@@ -595,11 +596,14 @@ def _recorder(settings: Config, ranks: Ranks, memory: NodeDirectory, start: str,
     local_rank = ranks.topology.ranks_on[ranks.node_index].index(ranks.rank)
     run = os.environ.get("MLFLASH_RUN", "")
     facts = RankFacts(ranks.rank, ranks.size, local_rank, ranks.node_name, run, start)
-    metrics = None
+    of_node = None
     if settings.metrics and not local_rank:  # the first rank of each node exports those of all
-        metrics = Metrics(settings.metrics, settings.job, lambda: read_heartbeats(settings.memory, settings.job))
+        of_node = NodeMetrics(settings.job, lambda: read_heartbeats(settings.memory, settings.job))
+    is_otlp = settings.metrics == OTLP
+    metrics = Metrics(settings.metrics, of_node) if of_node is not None and not is_otlp else None
+    exporter = Exporter(settings.job, of_node) if is_otlp else None
     file = file_of_node(settings.log, ranks.node_index) if settings.log else None
-    events = EventLog(file, run=started.run, rank=ranks.rank, node=ranks.node_name)
+    events = EventLog(file, exporter, run=started.run, rank=ranks.rank, node=ranks.node_name)
     return TrainerRecorder(ranks.rank, TrainerHeartbeat(memory, facts, settings.heartbeat), events, metrics)
 
 

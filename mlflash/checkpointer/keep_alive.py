@@ -32,6 +32,7 @@ from ..run.decider_link import (
 )
 from ..run.progress import ProgressWatch, progress
 from ..save.snapshot import has_committed
+from ..telemetry.recorder import FAILED_AT
 from . import checkpointer
 from .checkpointer import Checkpointer
 
@@ -119,6 +120,7 @@ class _Rounds:
         check_groups(are_needed=self._state is None)
         link = self._link
         if link.waits:
+            os.environ.pop(FAILED_AT, None)  # the others have recovered without it
             self._agent = connection.find_agent(self._config(), link.size)
             forked_spare.is_ready()
         link.on_lost.append(self._interrupt)
@@ -232,6 +234,8 @@ class _Rounds:
         self._has_begun = True
         seat = self._seat
         self._link.began(seat.round, step or 0, self._times.took, self._unit())
+        if not self._is_first:
+            self._ckpts[0].adapting.recovered(step or 0, sum(self._times.took.values()))
         self._watch = ProgressWatch(seat.hang_s, lambda: self._link.say({"stuck": seat.round, **progress.described()}))
 
     def _end_watch(self) -> None:

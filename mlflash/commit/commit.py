@@ -466,7 +466,7 @@ def bring_to_end(request: SaveRequest, trainer: Trainer, state: CourierState, dr
         if replicas is not None and is_kept and save.slot is not None and request.plan is not None:
             replicas.compare(save.slot, request.plan, request.step)
     except MlflashError as error:
-        recorder.failed(request.step, error)
+        recorder.failed(request.step, time.perf_counter() - request.begun_s, error)
         raise
     except BaseException as error:
         world.end_if_mpi_failed(error)

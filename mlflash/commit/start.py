@@ -27,6 +27,7 @@ from ..protect.protection import Protection
 from ..protect.replicated_tensors import ReplicatedTensors
 from ..protect.value_checks import Examiner
 from ..telemetry.heartbeat import CourierHeartbeat, RankFacts
+from ..telemetry.otlp import OTLP, Exporter
 from ..telemetry.recorder import CourierRecorder, EventLog, file_of_node
 from ..text import LIGHT, listed
 from .certification import Certification, Saved
@@ -179,7 +180,8 @@ def _recorder(config: Config, world: World, memory: NodeDirectory, run: str, sta
         world.rank, world.size, world.local_rank, world.node_name, os.environ.get("MLFLASH_RUN", ""), start
     )
     file = file_of_node(config.log, world.node_index) if config.log else None
-    events = EventLog(file, run=run, rank=world.rank, node=world.node_name, by="courier")
+    exporter = Exporter(config.job) if config.metrics == OTLP else None
+    events = EventLog(file, exporter, run=run, rank=world.rank, node=world.node_name, by="courier")
     return CourierRecorder(world.rank, CourierHeartbeat(memory, facts, config.heartbeat), events)
 
 

@@ -21,6 +21,7 @@ from ..config import FRESH, PREFER_CERTIFIED
 from ..errors import LaunchFailed
 from ..launch.cause import PROGNOSES, Cause
 from ..launch.own_process import running
+from ..telemetry.recorder import FAILED_AT
 from ..text import listed, many
 from .agents import Agents
 from .node_watch import Heartbeat, Looks, Watch, certified, is_suspect, recovery, unrestorable
@@ -235,6 +236,7 @@ class Supervisor:
         started = time.time()
         env = {"MLFLASH_RUN": run, "MLFLASH_JOB": self._options.job, "MLFLASH_MEMORY": self._options.memory}
         env |= {PREFER_CERTIFIED: "1"} if self._restarts.goes_back else {}
+        env |= {FAILED_AT: str(self._noticed)} if self._noticed is not None else {}
         step = self._start(hosts, self._options.ranks_per_node, self._options.argv, env)
         watch = Watch(self._looks, run, hosts, ranks, self._options.hang_timeout_s)
         outcome = Outcome()

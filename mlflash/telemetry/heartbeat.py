@@ -50,12 +50,12 @@ _OF_TRAINER = {"run": str, "ranks": _Integer, "node": str, "restored": _Integer 
                "saved": _Integer | None}  # fmt: skip
 _OF_COURIER = {"committed": _Integer | None}
 _ALSO_OF_TRAINER: dict[str, Any] = {"version": str, "redundancy": str} | dict.fromkeys(
-    ("nodes", "stall_s", "stalled_s", "nbytes"), _Number
+    ("nodes", "stall_s", "stalled_s", "nbytes", "restored_at"), _Number
 )
 _ALSO_OF_COURIER: dict[str, Any] = dict.fromkeys(("unrestorable", "late_in", "slowest_on", "slowest_in"), str)
 _ALSO_OF_COURIER |= {"slowest": _Integer, "damaged": _Integer} | dict.fromkeys((
-    "drained", "protect_s", "commit_s", "held", "saves", "failed", "late_s", "slowest_s", "suspect", "suspect_tensors",
-    "certified",
+    "drained", "protect_s", "commit_s", "committed_at", "held", "saves", "failed", "late_s", "slowest_s", "suspect",
+    "suspect_tensors", "certified",
 ), _Number)  # fmt: skip
 _ABOUT_COURIER: dict[str, Any] = {"courier_pid": Annotated[int, Meta(ge=0, le=1 << 62)] | None,
                                   "courier_alive": bool | None, "courier_beat": _Number | None,
@@ -67,7 +67,7 @@ def _document(name: str, fields: Mapping[str, Any], optional: Mapping[str, Any])
     return msgspec.defstruct(name, [*fields.items(), *others], kw_only=True)
 
 
-TrainerPart = _document("TrainerPart", _OF_PROCESS | _OF_TRAINER, _ALSO_OF_TRAINER | {"restored_at": _Number})
+TrainerPart = _document("TrainerPart", _OF_PROCESS | _OF_TRAINER, _ALSO_OF_TRAINER)
 CourierPart = _document("CourierPart", _OF_PROCESS | _OF_COURIER, _ALSO_OF_COURIER | {"unrestorable_at": _Number})
 _Rank = _document(
     "Rank", _OF_BOTH | _OF_TRAINER | _OF_COURIER | {"pid": Annotated[int, Meta(ge=0, le=1 << 62)], "alive": bool},
@@ -77,8 +77,8 @@ _TRAINER_FIELDS = (*_OF_BOTH, "pid", *_OF_TRAINER, *_ALSO_OF_TRAINER)
 _COURIER_FIELDS = (*_OF_COURIER, *_ALSO_OF_COURIER)
 # With these fields the next courier of this trainer continues.
 _CONTINUED_FIELDS = (
-    "committed", "drained", "saves", "failed", "damaged", "unrestorable", "unrestorable_at", "suspect", "certified",
-    "times",
+    "committed", "committed_at", "drained", "saves", "failed", "damaged", "unrestorable", "unrestorable_at", "suspect",
+    "certified", "times",
 )  # fmt: skip
 
 

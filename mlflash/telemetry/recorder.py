@@ -2,7 +2,7 @@
 
 counts, seconds     `Checkpointer.report`
 heartbeat           `mlflash run`, `mlflash top`, metrics: from outside, on this node
-events              the file that ``log=`` names
+events              the file that ``log=`` names, and spans with ``metrics="otlp"``
 log                 one INFO line for each checkpoint, restore and drain, on rank 0
 
 Each of the two tells what it knows by itself, and goes on where the other is dead.
@@ -26,9 +26,13 @@ from typing import Any, NamedTuple
 
 from ..errors import MlflashError
 from .heartbeat import CourierHeartbeat, TrainerHeartbeat
-from .prometheus_metrics import Metrics
+from .metrics import Metrics
+from .otlp import Exporter
 
 log = logging.getLogger("mlflash")
+
+FAILED_AT = "MLFLASH_FAILED_AT"
+"""Environment name of when `mlflash run` noticed that the start before this one had failed, Unix time."""
 
 _WAITING = 10_000  # events that may wait to be written; further ones are only counted
 _CLOSE_S = 2.0  # to write the remaining events at the end
@@ -37,7 +41,7 @@ _TRACE = 20_000  # last letters of a traceback
 
 
 class EventLog:
-    """The events of this rank, as lines of JSON in a file (docs/watching.md); not collective.
+    """The events of this rank, as lines of JSON in a file (docs/watching.md) and as spans; not collective.
 
     A separate thread opens the file and writes: a parallel file system that hangs delays neither training nor saves.
     Every warning that is logged is an event, too, until `close`.
@@ -47,8 +51,8 @@ class EventLog:
             trainer's.
     """
 
-    def __init__(self, path: str | None, **common: Any):
-        self._path, self._common = path, common
+    def __init__(self, path: str | None, exporter: Exporter | None = None, **common: Any):
+        self._path, self._exporter, self._common = path, exporter, common
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # in C: no exception leaves it locked
         self._dropped = 0
         self._thread: threading.Thread | None = None
@@ -60,20 +64,27 @@ class EventLog:
 
     @property
     def is_on(self) -> bool:
-        return self._thread is not None
+        return self._thread is not None or self._exporter is not None
 
     def add(self, event: str, **fields: Any) -> None:
         """Note an event that has just ended; return at once."""
-        if self._thread is None:
+        if not self.is_on:
             return
         document = {"event": event, "time": time.time(), **self._common, **fields}
         document = {name: round(value, 6) if isinstance(value, float) else value for name, value in document.items()}
+        if self._exporter is not None:
+            self._exporter.add(document)
+        if self._thread is None:
+            return
         if self._lines.qsize() < _WAITING:
             self._lines.put(json.dumps(document, separators=(",", ":"), default=str) + "\n")
         else:
             self._dropped += 1
 
     def close(self) -> None:
+        exporter, self._exporter = self._exporter, None
+        if exporter is not None:
+            exporter.close()
         if self._thread is None:
             return
         log.removeFilter(self._see)
@@ -84,7 +95,9 @@ class EventLog:
     def leave(self) -> None:
         """Write nothing in a forked process: the thread belongs to the parent, and may hold the queue's lock."""
         log.removeFilter(self._see)
-        self._thread = None
+        if self._exporter is not None:
+            self._exporter.leave()
+        self._thread = self._exporter = None
 
     def _see(self, record: logging.LogRecord) -> bool:
         if record.levelno >= logging.WARNING:
@@ -202,6 +215,12 @@ class TrainerRecorder(_Tally):
         self._heartbeat.beat("restored", restored=step, source=source, restored_at=time.time())
         self._events.add("restore", step=step, seconds=seconds, nbytes=nbytes, source=source, **{"from": node})
         self._info("restored step %d from %s in %.3g s%s", step, source, seconds, how)
+        if failed_at := os.environ.pop(FAILED_AT, ""):  # this is the first restore of this process
+            self.recovered(step, max(0.0, time.time() - float(failed_at)))
+
+    def recovered(self, step: int, seconds: float) -> None:
+        """This rank trains again from a step, so many seconds after it or `mlflash run` learned of the failure."""
+        self._events.add("recover", step=step, seconds=seconds)
 
     def merged(self, counts: Mapping[str, int], seconds: Mapping[str, float]
                  ) -> tuple[dict[str, int], dict[str, float]]:  # fmt: skip
@@ -260,7 +279,7 @@ class CourierRecorder(_Tally):
         """All ranks agree that a step is a checkpoint, so many seconds after the call of `save`."""
         self.counts["committed"] += 1
         late, self._lateness = self._lateness, None
-        self._heartbeat.beat("committed", committed=step, commit_s=seconds, unrestorable="",
+        self._heartbeat.beat("committed", committed=step, commit_s=seconds, committed_at=time.time(), unrestorable="",
                              saves=self._before["saves"] + self.counts["committed"],
                              **({} if late is None else late.as_fields()))  # fmt: skip
         waited: dict[str, Any] = {}
@@ -281,10 +300,11 @@ class CourierRecorder(_Tally):
         self.counts["skipped"] += 1
         self.events.add("skip", step=step)
 
-    def failed(self, step: int, error: MlflashError) -> None:
+    def failed(self, step: int, seconds: float, error: MlflashError) -> None:
+        """A save became no checkpoint, so many seconds after its call."""
         self.counts["failed"] += 1
         self._heartbeat.beat(failed=self._before["failed"] + self.counts["failed"])
-        self.events.add("fail", step=step, why=str(error))
+        self.events.add("fail", step=step, seconds=seconds, why=str(error))
         if self._rank in (0, error.rank):
             log.warning("step %d was not saved: %s", step, error)
 

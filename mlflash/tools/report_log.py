@@ -28,7 +28,7 @@ Rank = Annotated[int, Meta(ge=0, lt=10_000_000)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 EventKind = Literal[
     "start", "save", "skip", "fail", "protect", "commit", "restore", "reprotect", "drain", "damage", "repair", "memory",
-    "warning", "end", "suspect", "certified", "unrestorable", "uncaught",
+    "warning", "end", "suspect", "certified", "unrestorable", "uncaught", "recover",
 ]  # fmt: skip
 _JOURNAL_KINDS = ("start", "end", "finish", "guard", "recovered", "moved", "hang", "host_back", "late")
 _LINE_STARTS = (b'{"event":', b'{"time": ')  # of a rank, and of `mlflash run`

@@ -16,7 +16,7 @@ from waiting import take
 
 from mlflash import Checkpointer, errors
 from mlflash.telemetry.heartbeat import read_heartbeats
-from mlflash.telemetry.prometheus_metrics import _Collector
+from mlflash.telemetry.metrics import Collector, NodeMetrics
 
 pytestmark = pytest.mark.mpi
 two = pytest.mark.mpi(min_size=2)
@@ -122,7 +122,7 @@ ON_EVEN = pytest.param("checksums", marks=pytest.mark.skipif(SIZE % 2 == 1, reas
 
 def metrics(memory: Path) -> str:
     registry = CollectorRegistry()
-    registry.register(_Collector("t", lambda: read_heartbeats(str(memory), "t")))
+    registry.register(Collector(NodeMetrics("t", lambda: read_heartbeats(str(memory), "t"))))
     return generate_latest(registry).decode()
 
 

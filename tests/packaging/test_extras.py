@@ -56,6 +56,26 @@ with mlflash.Checkpointer(sys.argv[1], redundancy="none", metrics=sys.argv[1] + 
     ckpt.save(1, {"w": np.zeros(10)}).wait()
 assert "mlflash_committed_step" in open(sys.argv[1] + "/m.prom").read()
 """
+SPANS = """
+import http.server, os, sys, threading, time, numpy as np, mlflash
+got = []
+class Collector(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        got.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(200)
+        self.end_headers()
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
+with mlflash.Checkpointer(sys.argv[1], redundancy="none", metrics="otlp") as ckpt:
+    ckpt.save(1, {"w": np.zeros(10)}).wait()
+    has = lambda name: any(name in body for path, body in list(got))
+    end = time.monotonic() + 60
+    while not (has(b"mlflash.commit") and has(b"mlflash_committed_step")):
+        assert time.monotonic() < end, got
+        time.sleep(0.05)
+assert {path for path, body in got} == {"/v1/traces", "/v1/metrics"}
+"""
 DRAINED = """
 import sys, numpy as np, mlflash
 with mlflash.Checkpointer(sys.argv[1], job="drained", drain_every=1, redundancy="none", strict=True) as ckpt:
@@ -86,6 +106,7 @@ EXTRAS = {
     "deepspeed": "from mlflash.adapters.deepspeed import attach",
     "torchtitan": "from mlflash.adapters.torchtitan import MemoryCheckpointManager as it; assert it.Config.beside",
     "prometheus": METRICS,
+    "opentelemetry": SPANS,
 }
 WITH_TORCH = {"torch", "lightning", "transformers", "deepspeed", "torchtitan"}
 ALONE = {"mpich", "nemo"}  # with tests of their own

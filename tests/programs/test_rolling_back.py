@@ -126,7 +126,7 @@ def test_the_newest_certified_one_stays_despite_keep_last(shm: Path, tmp_path: P
 
 PROGRAM = """
 import numpy as np, os, mlflash
-with mlflash.Checkpointer(certify_after=1, redundancy="none") as ckpt:
+with mlflash.Checkpointer(certify_after=1, redundancy="none", log="events.jsonl") as ckpt:
     state = {"w": np.zeros(1000)}
     start = ckpt.restore(state)
     print("from", start, flush=True)
@@ -145,3 +145,7 @@ def test_mlflash_run_goes_back_from_nan_to_the_certified_step(shm: Path, tmp_pat
                 "--", sys.executable, "-c", PROGRAM, cwd=tmp_path)  # fmt: skip
     assert "the next start goes back to step 2, which is certified" in ended.stderr
     assert "from 2" in ended.stdout
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (recovered,) = [event for event in events if event["event"] == "recover"]
+    began = max(event["time"] for event in events if event["event"] == "start")
+    assert recovered["step"] == 2 and recovered["seconds"] >= recovered["time"] - began, "since before it began"

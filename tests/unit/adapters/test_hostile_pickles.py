@@ -72,9 +72,7 @@ def made(module: str, name: str, arguments: tuple[Any, ...], state: Any = None) 
 
 SYSTEM = Named("os", "system")
 HOSTILE = {
-    "the original": lambda path: called(
-        "mlflash.telemetry.prometheus_metrics", "Metrics", path, "job", Named("builtins", "dict")
-    ),
+    "the original": lambda path: called("mlflash.telemetry.metrics", "Metrics", path, Named("builtins", "dict")),
     "a command": lambda path: called("os", "system", f"touch {path}"),
     "a dtype with objects": lambda path: called("mlflash.adapters.known", "numpy_dtype", "O,i4"),
     "a dtype of objects": lambda path: called("mlflash.adapters.known", "numpy_dtype", "|O"),

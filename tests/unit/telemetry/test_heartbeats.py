@@ -27,7 +27,7 @@ from mlflash.memory.node_directory import NodeDirectory
 from mlflash.run import node_watch
 from mlflash.run.node_watch import Looks, Watch
 from mlflash.run.processes import mpiexec, signal_group, spawn
-from mlflash.telemetry import heartbeat, prometheus_metrics
+from mlflash.telemetry import heartbeat
 from mlflash.telemetry.heartbeat import (
     PART_NBYTES,
     CourierHeartbeat,
@@ -38,6 +38,7 @@ from mlflash.telemetry.heartbeat import (
     read_heartbeats,
     why_unread,
 )
+from mlflash.telemetry.metrics import Collector, NodeMetrics
 from mlflash.tools.top import Look, Page, look_here, state_of
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
@@ -144,7 +145,7 @@ def shown(shm: Path) -> str:
 
 def metrics(shm: Path) -> str:
     registry = CollectorRegistry()
-    registry.register(prometheus_metrics._Collector("j", lambda: read_heartbeats(str(shm), "j")))
+    registry.register(Collector(NodeMetrics("j", lambda: read_heartbeats(str(shm), "j"))))
     return generate_latest(registry).decode()
 
 
@@ -331,8 +332,8 @@ def test_the_golden_file_reads_as_documented_and_one_of_another_format_is_refuse
         "format": 1, "version": "0.1.0", "run": "", "rank": 1, "ranks": 4, "node": "node-a", "pid": 4321,
         "state": "started", "alive": False, "beat": when, "restored": 11, "source": "/d/step-00000011", "saved": 12,
         "times": dict.fromkeys(("made", "saved", "restored", "committed", "unrestorable"), when), "redundancy": "copy",
-        "nodes": 2, "stall_s": 0.25, "stalled_s": 0.25, "nbytes": 1000, "committed": 12, "commit_s": 0.5,
-        "protect_s": 0.125, "held": 4096, "saves": 1, "failed": 1, "drained": 12, "courier_pid": 4322,
+        "nodes": 2, "stall_s": 0.25, "stalled_s": 0.25, "nbytes": 1000, "restored_at": when, "committed": 12,
+        "commit_s": 0.5, "protect_s": 0.125, "held": 4096, "saves": 1, "failed": 1, "drained": 12, "courier_pid": 4322,
         "courier_alive": True, "courier_beat": when, "courier_state": "started",
     }  # fmt: skip
     other = GOLDEN.read_bytes().replace(b'"format":1', b'"format":2')

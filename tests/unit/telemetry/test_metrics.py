@@ -16,13 +16,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mlflash import Checkpointer
 from mlflash.adapters.tensorboard import Scalars
-from mlflash.telemetry import prometheus_metrics
+from mlflash.telemetry import metrics
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the end wait for what is written last, as long as it takes."""
-    monkeypatch.setattr(prometheus_metrics, "_CLOSE_S", 60.0)
+    monkeypatch.setattr(metrics, "_CLOSE_S", 60.0)
 
 
 def samples(text: str) -> dict[str, float]:

@@ -1,6 +1,7 @@
-"""What the ranks of a node report about themselves → Prometheus: a file for the textfile collector, or an endpoint.
+"""What the ranks of a node report about themselves → metrics, and these → Prometheus: a file, or an endpoint.
 
-The first rank of each node does it for all of them, on a thread that calls no MPI; see docs/watching.md.
+The first rank of each node does it for all of them, on a thread that calls no MPI; see docs/watching.md. `otlp` sends
+the same metrics to an OpenTelemetry collector.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import pip_install
 from ..events import Event
@@ -37,6 +38,8 @@ _GAUGES = (
     ("slot_bytes", "State of this rank in the last save.", "nbytes"),
     ("memory_bytes", "Memory of the node that slots of this rank take.", "held"),
     ("heartbeat_timestamp_seconds", "When the training of the rank last made progress.", "beat"),
+    ("commit_timestamp_seconds", "When the newest checkpoint was committed.", "committed_at"),
+    ("restore_timestamp_seconds", "When this run last restored a step.", "restored_at"),
 )
 _COUNTERS = (
     ("checkpoints", "Checkpoints committed by this run.", "saves"),
@@ -45,7 +48,60 @@ _COUNTERS = (
     ("stalled_seconds", "How long saves of this run kept training waiting.", "stalled_s"),
 )
 _LATE = "How much longer than most ranks this one took in the last commit, in the phase in which it was latest."
-_Values = Sequence[tuple[list[str], dict[str, Any]]]  # labels and heartbeat of each rank
+
+
+class Metric(NamedTuple):
+    """One metric of the ranks of a node."""
+
+    name: str
+    text: str  # what its value is
+    is_counter: bool
+    label_names: tuple[str, ...]
+    values: list[tuple[tuple[str, ...], float]]  # the labels of a rank, and its value
+
+
+class NodeMetrics:
+    """The metrics of the ranks of a node; what cannot be read is a warning, once.
+
+    Args:
+        job: name of the job, a label of each value.
+    """
+
+    def __init__(self, job: str, read_reports: Callable[[], NodeReports]):
+        self._job, self._read_reports = job, read_reports
+        self._warned: set[str] = set()
+
+    def read(self) -> Iterator[Metric]:
+        heartbeats = self._reports().heartbeats
+        yield self._metric("up", "Whether the process of the rank is alive.", "alive", heartbeats)
+        if own := [heartbeat for heartbeat in heartbeats if has_own_courier(heartbeat)]:
+            yield self._metric("courier_up", "Whether the courier of the rank is alive.", "courier_alive", own)
+        for name, text, key in _GAUGES:
+            yield self._metric(name, text, key, heartbeats)
+        for name, text, key in _COUNTERS:
+            yield self._metric(name, text, key, heartbeats, is_counter=True)
+        yield self._metric("late_seconds", _LATE, "late_s", heartbeats, phase="late_in")
+
+    def _metric(self, name: str, text: str, key: str, heartbeats: Sequence[dict[str, Any]], is_counter: bool = False,
+                **more_labels: str) -> Metric:  # fmt: skip
+        labels = {"node": "node", "rank": "rank", **more_labels}
+        values = [
+            ((self._job, *(str(heartbeat.get(label, "")) for label in labels.values())), float(heartbeat[key]))
+            for heartbeat in heartbeats
+            if heartbeat.get(key) is not None
+        ]
+        return Metric(f"mlflash_{name}", text, is_counter, ("job_name", *labels), values)
+
+    def _reports(self) -> NodeReports:
+        try:
+            reports = self._read_reports()
+        except Exception as error:  # the next request tries again
+            reports = NodeReports([], [f"the metrics of this node cannot be read: {error!r}"])
+        for text in reports.unread:
+            if text not in self._warned:
+                log.warning("%s", text)
+        self._warned = {*reports.unread}
+        return reports
 
 
 class Metrics:
@@ -55,7 +111,7 @@ class Metrics:
         where: name of a file, which is written every few seconds; or ":PORT", served on loopback only.
     """
 
-    def __init__(self, where: str, job: str, read_reports: Callable[[], NodeReports]):
+    def __init__(self, where: str, metrics: NodeMetrics):
         self._over = Event()
         self._thread: threading.Thread | None = None
         self._server: Any = None
@@ -65,7 +121,7 @@ class Metrics:
             log.warning("there are no metrics without the package prometheus-client: %s", pip_install("prometheus"))
             return
         registry = prometheus_client.CollectorRegistry()
-        registry.register(_Collector(job, read_reports))
+        registry.register(Collector(metrics))
         if port := port_of(where):
             try:
                 self._server, self._thread = prometheus_client.start_http_server(port, _LOOPBACK, registry)
@@ -104,46 +160,21 @@ class Metrics:
             before = wrong
 
 
-class _Collector:
-    def __init__(self, job: str, read_reports: Callable[[], NodeReports]):
-        self._job, self._read_reports = job, read_reports
-        self._warned: set[str] = set()
+class Collector:
+    """What prometheus_client collects metrics from."""
+
+    def __init__(self, metrics: NodeMetrics):
+        self._metrics = metrics
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        labels = ["job_name", "node", "rank"]
-        values: _Values = [([self._job, str(heartbeat.get("node", "")), str(heartbeat["rank"])], heartbeat)
-                           for heartbeat in self._reports().heartbeats]  # fmt: skip
-        up = GaugeMetricFamily("mlflash_up", "Whether the process of the rank is alive.", labels=labels)
-        yield _filled(up, values, "alive")
-        if own := [(label, heartbeat) for label, heartbeat in values if has_own_courier(heartbeat)]:
-            up = GaugeMetricFamily("mlflash_courier_up", "Whether the courier of the rank is alive.", labels=labels)
-            yield _filled(up, own, "courier_alive")
-        for families, kind in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
-            for name, text, key in families:
-                yield _filled(kind(f"mlflash_{name}", text, labels=labels), values, key)
-        by_phase = [([*label, str(heartbeat.get("late_in", ""))], heartbeat) for label, heartbeat in values]
-        late = GaugeMetricFamily("mlflash_late_seconds", _LATE, labels=[*labels, "phase"])
-        yield _filled(late, by_phase, "late_s")
-
-    def _reports(self) -> NodeReports:
-        try:
-            reports = self._read_reports()
-        except Exception as error:  # the next request tries again
-            reports = NodeReports([], [f"the metrics of this node cannot be read: {error!r}"])
-        for text in reports.unread:
-            if text not in self._warned:
-                log.warning("%s", text)
-        self._warned = {*reports.unread}
-        return reports
-
-
-def _filled(family: Any, values: _Values, key: str) -> Any:
-    for label, heartbeat in values:
-        if heartbeat.get(key) is not None:
-            family.add_metric(label, float(heartbeat[key]))
-    return family
+        for metric in self._metrics.read():
+            kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
+            family = kind(metric.name, metric.text, labels=metric.label_names)
+            for labels, value in metric.values:
+                family.add_metric(labels, value)
+            yield family
 
 
 def port_of(where: str) -> int:
