@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import threading
@@ -17,6 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from mlflash import Checkpointer
 from mlflash.adapters.tensorboard import Scalars
 from mlflash.telemetry import metrics
+from mlflash.telemetry.heartbeat import NodeReports
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.fixture(autouse=True)
@@ -121,3 +125,30 @@ def test_tensorboard_has_the_scalars_of_each_checkpoint(shm: Path, tmp_path: Pat
     ]
     stalls = events.Scalars("mlflash/stall_s")
     assert [(stall.step, stall.value) for stall in stalls] == [(s.step, pytest.approx(s.stall_s)) for s in snapshots]
+
+
+def test_the_dashboard_asks_for_metrics_that_exist_and_the_page_has_all_of_them() -> None:
+    heartbeat = {"rank": 0, "pid": 1, "courier_pid": 2}
+    names = {f"{metric.name}_total" if metric.is_counter else metric.name
+             for metric in metrics.NodeMetrics("j", lambda: NodeReports([heartbeat], [])).read()}  # fmt: skip
+    dashboard = json.loads((DOCS / "assets/grafana.json").read_text())
+    assert {"title", "uid", "schemaVersion", "time", "refresh"} <= dashboard.keys()
+    assert [variable["name"] for variable in dashboard["templating"]["list"]] == ["datasource", "job"]
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels) > 9
+    asked = set()
+    for panel in panels:
+        assert panel["type"] in ("stat", "timeseries") and panel["datasource"]["uid"] == "${datasource}"
+        assert panel["gridPos"].keys() == {"x", "y", "w", "h"} and panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+        assert panel["fieldConfig"]["defaults"]["unit"] and panel["description"].endswith(".") and panel["options"]
+        assert [target["refId"] for target in panel["targets"]] == sorted({t["refId"] for t in panel["targets"]})
+        for target in panel["targets"]:
+            assert target["expr"].count("mlflash_") == target["expr"].count('{job_name=~"$job"}') > 0
+            assert target["legendFormat"] and target["datasource"] == panel["datasource"]
+            asked |= {*re.findall(r"mlflash_\w+", target["expr"])}
+    places = [(p["x"] + x, p["y"] + y) for p in (panel["gridPos"] for panel in panels)
+              for x in range(p["w"]) for y in range(p["h"])]  # fmt: skip
+    assert len(places) == len({*places}), "no panel is on another one"
+    assert asked <= names, asked - names
+    page = (DOCS / "watching.md").read_text()
+    assert not [name for name in names if f"`{name}`" not in page]
