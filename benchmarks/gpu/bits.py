@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from bench.clock import Bench
-from bench.device import Device
 from bench.rows import Row
-from bench.training import Training
+
+from mlflash.tools.bench_training import Device, Training
 
 CASE = "Saved bits"
 

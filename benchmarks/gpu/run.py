@@ -17,11 +17,12 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch
 from bench.clock import Bench
-from bench.device import Device
 from bench.launch import Part
 from bench.question import Question, not_measured, parser_of
 from bits import compare
 from speed import measure
+
+from mlflash.tools.bench_training import Device
 
 
 def costs(bench: Bench, name: str, nbytes: int) -> None:

@@ -6,47 +6,15 @@ import time
 from typing import Any
 
 import numpy as np
-import torch
 from bench.aims import ALONE, D2H
 from bench.clock import Bench
-from bench.device import Device
 from bench.rows import Samples, row
-from bench.training import Training, Waits
 
 from mlflash import Checkpointer
+from mlflash.tools.bench_training import Copies, Device, Training, Waits
 
 H2D = "cudaMemcpyAsync to the device"
 COPIES = 4.0  # a step takes at least this many times as long as the copy
-
-
-class Copies:
-    """Times the device's own copies to and from pinned memory. All tensors are copied together, in one stream.
-
-    Args:
-        device: the device to time.
-        tensors: tensors on it.
-    """
-
-    def __init__(self, device: Device, tensors: list[torch.Tensor]):
-        self._device, self._tensors = device, [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
-        self.nbytes = sum(tensor.numel() for tensor in self._tensors)
-        self._room = device.warm_host(self.nbytes).split([tensor.numel() for tensor in self._tensors])
-        self._targets = [torch.empty_like(tensor) for tensor in self._tensors]
-
-    def to_host(self) -> dict[str, float]:
-        return {D2H: self._timed(list(self._room), self._tensors)}
-
-    def to_device(self) -> dict[str, float]:
-        return {H2D: self._timed(self._targets, list(self._room))}
-
-    def _timed(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> float:
-        self._device.sync()
-        start = self._device.mark()
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=True)
-        end = self._device.mark()
-        self._device.sync()
-        return self._device.between(start, end)
 
 
 def measure(bench: Bench, device: Device, nbytes: int) -> None:
@@ -54,7 +22,7 @@ def measure(bench: Bench, device: Device, nbytes: int) -> None:
     training = Training(device, nbytes)
     waits = Waits(training)
     copies = Copies(device, training.tensors())
-    copy_s = min(copies.to_host()[D2H] for _ in range(5))
+    copy_s = min(copies.to_host() for _ in range(5))
     step_s = training.lasting(COPIES * copy_s)
     bench.header(**{"MiB saved": copies.nbytes >> 20, "D2H GB/s": round(copies.nbytes / copy_s / 1e9, 1),
                     "step, ms": round(step_s * 1e3, 1)})  # fmt: skip
@@ -64,7 +32,7 @@ def measure(bench: Bench, device: Device, nbytes: int) -> None:
         first = timed.save("first", None)["first stall"]
         ckpt.wait()
         samples = bench.repeat({
-            "D2H": copies.to_host, "H2D": copies.to_device, "alone": timed.alone,
+            "D2H": lambda: {D2H: copies.to_host()}, "H2D": lambda: {H2D: copies.to_device()}, "alone": timed.alone,
             "eager": lambda: timed.save("eager", None), "lazy": lambda: timed.save("lazy", training.optimizer),
             "restore": timed.restore,
         })  # fmt: skip

@@ -19,15 +19,14 @@ import numpy as np
 import torch
 from bench.aims import MEMCPY
 from bench.clock import Action, Bench, cpu
-from bench.device import Device
 from bench.launch import Part
 from bench.question import Question, parser_of
 from bench.rows import row
 from bench.states import Saver, Yardsticks, both, bytes_of, change, large_state
-from bench.training import Training, Waits
 from mpi4py import MPI
 
 from mlflash import Checkpointer
+from mlflash.tools.bench_training import Device, Training, Waits
 
 COPIES = 4.0  # a step takes at least this many times as long as the copy
 

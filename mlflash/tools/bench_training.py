@@ -1,4 +1,4 @@
-"""A model that trains on a device, and its tensors, which are compared bit by bit."""
+"""A model that trains on a device, its tensors, which are compared bit by bit, and the device's own copies."""
 
 from __future__ import annotations
 
@@ -8,11 +8,53 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .device import Device, Mark
-
 LAYERS = 8
 PER_PARAMETER = 3  # the parameter, and two moments of Adam
 MOST_ROWS = 1 << 16  # in a batch
+
+Mark = Any
+"""A moment on the device: a CUDA event, or a time in seconds on the CPU."""
+
+
+class Device:
+    """The device that is timed.
+
+    Args:
+        name: torch's name of it, "cuda" or "cpu".
+    """
+
+    def __init__(self, name: str):
+        self.torch_device = torch.device(name)
+        self.is_cuda = self.torch_device.type == "cuda"
+
+    def sync(self) -> None:
+        """Wait until the device has finished all work that was submitted."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch_device)
+
+    def mark(self) -> Mark:
+        """Record the moment when the current stream gets here."""
+        if not self.is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, early: Mark, late: Mark) -> float:
+        """Seconds between two moments, both in the past."""
+        return float(early.elapsed_time(late)) / 1e3 if self.is_cuda else float(late - early)
+
+    def warm_host(self, nbytes: int) -> torch.Tensor:
+        """Host memory whose pages exist already, pinned for CUDA. Shape ``(nbytes,)``."""
+        room = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.is_cuda)
+        return room.fill_(1)
+
+    def says(self) -> dict[str, Any]:
+        """Describe the device, for the header."""
+        if not self.is_cuda:
+            return {"device": "cpu (a dry run: no device is measured)"}
+        about = torch.cuda.get_device_properties(self.torch_device)
+        return {"device": about.name, "device GiB": round(about.total_memory / 2**30), "CUDA": torch.version.cuda}
 
 
 class Training:
@@ -119,3 +161,35 @@ class Waits:
 
     def _end(self, *args: Any) -> None:
         self._late = self._device.mark()
+
+
+class Copies:
+    """Times the device's own copies to and from pinned memory. All tensors are copied together, in one stream.
+
+    Args:
+        device: the device to time.
+        tensors: tensors on it.
+    """
+
+    def __init__(self, device: Device, tensors: list[torch.Tensor]):
+        self._device, self._tensors = device, [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+        self.nbytes = sum(tensor.numel() for tensor in self._tensors)
+        self._room = device.warm_host(self.nbytes).split([tensor.numel() for tensor in self._tensors])
+        self._targets = [torch.empty_like(tensor) for tensor in self._tensors]
+
+    def to_host(self) -> float:
+        """Seconds of a copy to the host."""
+        return self._timed(list(self._room), self._tensors)
+
+    def to_device(self) -> float:
+        """Seconds of a copy to the device."""
+        return self._timed(self._targets, list(self._room))
+
+    def _timed(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> float:
+        self._device.sync()
+        start = self._device.mark()
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+        end = self._device.mark()
+        self._device.sync()
+        return self._device.between(start, end)
