@@ -21,6 +21,7 @@ _COMMANDS = {
     "move": ("tools.run_job:move", "Let the ranks of a running job leave a node."),
     "agent": ("tools.run_job:agent", "Keep couriers alive when a Slurm job step is killed."),
     "demo": ("tools.demo:demo", "Kill a node of a small training and compare the weights."),
+    "bench": ("tools.bench:bench", "Measure saves and recoveries on these nodes for a report."),
     "status": ("tools.status:status", "Show what is in memory and which losses it survives."),
     "top": ("tools.top:top", "Watch a running job in the terminal."),
     "drain": ("tools.drain_request:drain", "Ask a live job to copy its next checkpoint to disk."),

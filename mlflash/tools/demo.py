@@ -86,7 +86,7 @@ class Launch(contextlib.AbstractContextManager["Launch"]):
         self._logs = [(folder / f"rank{rank}.jsonl").open("ab+") for rank in range(ranks)]
         # The output goes to a file, because a pipe must be read. Files that a killed mpiexec leaves in TMPDIR are
         # deleted with the folder.
-        env = {**os.environ, **env, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", DISABLE: ""}
+        env = {**env, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", DISABLE: ""}
         with (folder / "log").open("w") as log:
             self.launcher = spawn(command, env=env, stdout=log, stderr=log)
 
@@ -226,7 +226,7 @@ class Demo:
             return mpiexec(self._ranks, [sys.executable, "-m", "mpi4py", *train], env)
         run = ["run", "-N1", f"--ranks-per-node={self._ranks}", "--keep-alive", f"--spares={spares}", f"--job={job}",
                f"--journal={folder / 'run.jsonl'}", "--max-restarts=0", "--grace=0", "--"]  # fmt: skip
-        return [sys.executable, "-m", "mlflash", *run, sys.executable, *train], env
+        return [sys.executable, "-m", "mlflash", *run, sys.executable, *train], {**os.environ, **env}
 
     def _describe_kept(self, console: Console, launch: Launch) -> None:
         pids = [[line["pid"] for line in lines] for lines in launch.starts]
@@ -258,7 +258,7 @@ def watch_ranks(console: Console) -> None:
            f"--journal={folder / 'run.jsonl'}", f"--memory={memory}", "--max-restarts=0", "--grace=0", "--",
            sys.executable, "-m", "mlflash.tools.demo_train", "--steps=100000",
            f"--folder={folder / 'ranks'}"]  # fmt: skip
-    env = {"MLFLASH_REDUNDANCY": "none"}
+    env = {**os.environ, "MLFLASH_REDUNDANCY": "none"}
     _print(console, training=f"a small GPT, DDP over gloo; {ranks} ranks under mlflash run --keep-alive, none waits")
     try:
         with Launch(folder / "ranks", ranks, [sys.executable, "-m", "mlflash", *run], env) as launch:
