@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import re
@@ -382,10 +383,20 @@ def _in_memory(checkpointer: Checkpointer, step: int) -> Found:
 
 
 def _look(directory: Path, whole: str) -> tuple[OnDisk, bool]:
-    """Give the newest complete checkpoint, and whether there is not even an incomplete one."""
-    paths = {int(path.name[len("checkpoint-") :]): path for path in directory.glob("checkpoint-*")
-             if re.fullmatch(r"checkpoint-[0-9]+", path.name) and path.is_dir()}  # fmt: skip
+    """Give the newest complete checkpoint, and whether there is none that the Trainer has finished."""
+    finished = {int(path.name[len("checkpoint-") :]): path for path in directory.glob("checkpoint-*")
+                if re.fullmatch(r"checkpoint-[0-9]+", path.name) and path.is_dir() and _is_finished(path)}  # fmt: skip
     # Without an optimizer the Trainer would go on without saying so.
-    ended = [step for step, path in paths.items() if (path / TRAINER_STATE_NAME).is_file() and any(path.glob(whole))]
+    ended = [step for step, path in finished.items() if any(path.glob(whole))]
     newest = max(ended, default=None)
-    return OnDisk(None if newest is None else str(paths[newest]), newest), not paths
+    return OnDisk(None if newest is None else str(finished[newest]), newest), not finished
+
+
+def _is_finished(path: Path) -> bool:
+    """Whether the state of the Trainer, which it writes last, is whole."""
+    try:
+        json.loads((path / TRAINER_STATE_NAME).read_text())
+    except (FileNotFoundError, ValueError) as error:
+        log.warning("training does not start from %s, which the Trainer did not finish: %r", path, error)
+        return False
+    return True

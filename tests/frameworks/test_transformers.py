@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -171,6 +172,22 @@ def test_what_callbacks_and_the_trainer_change_is_copied_before_or_later_saves_c
         assert digests(result, f"after {name}") == digests(result, f"no {name}")
     said = [record["run"] for record in result.of("said") if "than an optimizer's step changed" in record["text"]]
     assert said == ["batch"]
+
+
+@pytest.mark.parametrize("torn", [(4,), (2, 4)], ids=["newest", "all"])
+def test_a_checkpoint_that_the_trainer_did_not_finish_is_passed_over(shm: Path, torn: tuple[int, ...]) -> None:
+    cluster, common = Cluster(shm), {"job": "own", "last": 4, "every": 100, "trigger": "steps", "variant": "ddp"}
+    written = run(cluster, 1, {"name": "own", "enabled": False, **common})
+    states = [shm / "disk-own" / f"checkpoint-{step}" / "trainer_state.json" for step in torn]
+    os.truncate(states[0], states[0].stat().st_size // 2)  # killed while it was written
+    for state in states[1:]:
+        state.unlink()  # or before
+    again = run(cluster, 1, {"name": "own", **common})
+    first = 3 if torn == (4,) else 1
+    assert losses(again, "own") == {key: loss for key, loss in losses(written, "own").items() if key[1] >= first}
+    assert digests(again, "own") == digests(written, "own")
+    said = "\n".join(record["text"] for record in again.of("said"))
+    assert all(f"training does not start from {state.parent}, which" in said for state in states), said
 
 
 # The Trainer's own checkpoints, moved to disk behind training
