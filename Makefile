@@ -23,6 +23,7 @@
 #   make corrupt         SEED=1 TRIALS=100 STEPS=10000: what is saved is corrupted, in each way; and three trainings that are not
 #   make suites SRC=dir  the checkpoint tests of PyTorch, NVRx, Megatron-LM and Transformers, from your checkouts below
 #                        dir, with their own parts and with those of mlflash in their place; SUITES=pytorch: one of them
+#   make judge           ckpt-chaos kills trainings at each file they write, and judges how they go on; JUDGE='--points 5 loop'
 #   make lint type       ruff, codespell, shellcheck, tests/budget.toml, messages of new commits; mypy --strict
 #   make bench           every question of benchmarks/, one after the other, and benchmarks/RESULTS.md: a quarter of an hour
 #   make docs            site/ of README.md and docs/, to be read from a browser; a warning fails it, and so does style
@@ -66,7 +67,8 @@ TRAININGS := lightning transformers deepspeed torchtitan nemo torchao
 
 .PHONY: help demo gate full shake unit programs files browser adapters megatron megatron-ranks megatron-trainings \
   frameworks $(TRAININGS) simulation simulate faults \
-  cluster slurm chaos corrupt recoveries suites lint type bench docs style package release clean $(SIZES:%=test-%)
+  cluster slurm chaos corrupt recoveries suites judge lint type bench docs style package release clean \
+  $(SIZES:%=test-%)
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -173,6 +175,12 @@ endef
 .venv-suites/.tests: .venv-megatron/.tests .venv-transformers/.tests
 	$(call layer,.venv-megatron .venv-transformers .venv)
 	$(PIP) datasets parameterized sentencepiece zstandard
+	@touch $@
+
+# ckpt-chaos, and what it judges; without DeepSpeed, which takes seconds to import.
+.venv-judge/.tests: .venv-lightning/.tests
+	$(call layer,.venv-lightning .venv)
+	$(PIP) $(call NEEDED,transformers) ckpt-chaos
 	@touch $@
 
 # It wants older packages than those below it.
@@ -313,6 +321,9 @@ chaos: $(READY)
 
 suites: .venv-suites/.installed
 	$(SUPPORT):$(CURDIR)/tests .venv-suites/bin/python -m suites.run --src $(or $(SRC),$(error SRC= says where the checkouts are)) $(SUITES)
+
+judge: .venv-judge/.installed
+	$(SUPPORT):$(CURDIR)/tests .venv-judge/bin/python -m suites.judge $(JUDGE)
 
 lint: .venv-lint/.tests
 	.venv-lint/bin/ruff check .
