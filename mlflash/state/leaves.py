@@ -36,7 +36,7 @@ def inside(tree: Tree) -> Tree:
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """What a slot says about one tensor shard or array (the model of PyTorch DCP)."""
 
     name: str  # path in the state, dict keys and list indices joined with "."
