@@ -210,7 +210,7 @@ class Config:
     metrics: str = _setting(
         "",
         "Prometheus metrics: a file, or `:PORT` on loopback. `otlp`: metrics and spans to an OpenTelemetry collector. "
-        "[watching.md](watching.md#prometheus)",
+        "Both: `:9464,otlp`. [watching.md](watching.md#prometheus)",
     )
     heartbeat: bool = _setting(
         True,

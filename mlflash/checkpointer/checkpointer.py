@@ -32,8 +32,8 @@ from ..save.save_queue import SaveQueue
 from ..save.snapshot import Snapshot
 from ..state.manifest import provenance_of
 from ..telemetry.heartbeat import RankFacts, TrainerHeartbeat, read_heartbeats
-from ..telemetry.metrics import Metrics, NodeMetrics
-from ..telemetry.otlp import OTLP, Exporter
+from ..telemetry.metrics import Metrics, NodeMetrics, targets_of
+from ..telemetry.otlp import Exporter
 from ..telemetry.recorder import EventLog, TrainerRecorder, file_of_node
 from ..version import loaded_versions, not_run_with
 from . import light_saves, off, process_end
@@ -599,8 +599,8 @@ def _recorder(settings: Config, ranks: Ranks, memory: NodeDirectory, start: str,
     of_node = None
     if settings.metrics and not local_rank:  # the first rank of each node exports those of all
         of_node = NodeMetrics(settings.job, lambda: read_heartbeats(settings.memory, settings.job))
-    is_otlp = settings.metrics == OTLP
-    metrics = Metrics(settings.metrics, of_node) if of_node is not None and not is_otlp else None
+    where, is_otlp = targets_of(settings.metrics)
+    metrics = Metrics(where, of_node) if of_node is not None and where else None
     exporter = Exporter(settings.job, of_node) if is_otlp else None
     file = file_of_node(settings.log, ranks.node_index) if settings.log else None
     events = EventLog(file, exporter, run=started.run, rank=ranks.rank, node=ranks.node_name)

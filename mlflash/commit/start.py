@@ -27,7 +27,8 @@ from ..protect.protection import Protection
 from ..protect.replicated_tensors import ReplicatedTensors
 from ..protect.value_checks import Examiner
 from ..telemetry.heartbeat import CourierHeartbeat, RankFacts
-from ..telemetry.otlp import OTLP, Exporter
+from ..telemetry.metrics import targets_of
+from ..telemetry.otlp import Exporter
 from ..telemetry.recorder import CourierRecorder, EventLog, file_of_node
 from ..text import LIGHT, listed
 from .certification import Certification, Saved
@@ -180,7 +181,7 @@ def _recorder(config: Config, world: World, memory: NodeDirectory, run: str, sta
         world.rank, world.size, world.local_rank, world.node_name, os.environ.get("MLFLASH_RUN", ""), start
     )
     file = file_of_node(config.log, world.node_index) if config.log else None
-    exporter = Exporter(config.job) if config.metrics == OTLP else None
+    exporter = Exporter(config.job) if targets_of(config.metrics)[1] else None
     events = EventLog(file, exporter, run=run, rank=world.rank, node=world.node_name, by="courier")
     return CourierRecorder(world.rank, CourierHeartbeat(memory, facts, config.heartbeat), events)
 

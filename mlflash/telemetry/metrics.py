@@ -24,6 +24,9 @@ _CLOSE_S = 2.0
 _LOOPBACK = "127.0.0.1"
 _PORT = re.compile(r":(\d{1,5})")
 
+OTLP = "otlp"
+"""What the setting ``metrics`` has for an OpenTelemetry collector."""
+
 # Name, description, key in the heartbeat (see `recorder`).
 _GAUGES = (
     ("saved_step", "Newest step that was staged.", "saved"),
@@ -175,6 +178,12 @@ class Collector:
             for labels, value in metric.values:
                 family.add_metric(labels, value)
             yield family
+
+
+def targets_of(setting: str) -> tuple[str, bool]:
+    """Split the setting ``metrics``: a file or port of Prometheus, "" for none, and whether it names OTLP, too."""
+    names = [name.strip() for name in setting.split(",")]
+    return ",".join(name for name in names if name != OTLP), OTLP in names
 
 
 def port_of(where: str) -> int:

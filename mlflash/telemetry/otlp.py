@@ -22,9 +22,6 @@ from .metrics import Metric, NodeMetrics
 
 log = logging.getLogger("mlflash")
 
-OTLP = "otlp"
-"""The value of the setting ``metrics`` that asks for it."""
-
 _SPANS_EVERY_S, _METRICS_EVERY_S = 1.0, 5.0
 _CLOSE_S = 2.0  # to send what remains at the end
 _WAITING = 10_000  # events that may wait; older ones are dropped

@@ -237,7 +237,7 @@ class Bench:
             error = str(problem)
         error = self._tell(error)
         if seconds:
-            self._add("killed rank until the next step is saved", seconds, "memcpy", memcpy, self._nbytes, "none")
+            self._add("killed rank until the next step is saved", seconds, "memcpy", memcpy, 0, "none")
         if error:
             raise LaunchFailed(error)
 
