@@ -102,7 +102,7 @@ def on_two_nodes(variables: dict[str, str]) -> Iterator[Run]:
     from cluster.jobs import mpiexec_on
     from cluster.nodes import Nodes
 
-    with Nodes(HOSTS, shm="4g") as nodes:
+    with Nodes(HOSTS) as nodes:
 
         def run(part: Part, repetitions: int, timeout_s: float) -> tuple[str, Lines]:
             out = nodes.path / "out.jsonl"
