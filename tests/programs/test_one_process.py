@@ -341,7 +341,7 @@ def test_a_hundred_saves_and_five_drains_keep_no_memory(shm: Path) -> None:
 def test_a_signal_to_a_trainer_and_its_loader_workers_costs_no_committed_step(shm: Path, sent: signal.Signals) -> None:
     """KempnerInstitute/KempnerForge#177, GaTech-RL2/EgoVerse#621: forked workers have the handler of the trainer, too.
 
-    PyTorch ends a worker by SIGTERM, and raises in the trainer then.
+    PyTorch ends a worker by SIGTERM, and raises in the trainer then, or loses the connection to it.
     """
     pytest.importorskip("torch")
     program = f"""if True:
@@ -383,7 +383,7 @@ def test_a_signal_to_a_trainer_and_its_loader_workers_costs_no_committed_step(sh
                 assert training.stdout.readline() == f"committed {step}\n"
             os.killpg(training.pid, sent)
             rest, said = training.communicate(timeout=PATIENCE_S)
-            assert training.returncode == 0 or "DataLoader worker" in said, said
+            assert training.returncode == 0 or "/torch/utils/data/" in said, said
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(training.pid, signal.SIGKILL)
