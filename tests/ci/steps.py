@@ -108,7 +108,7 @@ FULL = (
     Step("lightning", "lightning", 280, ("env-lightning",)),
     Step("transformers", "transformers", 240, ("env-transformers",)),
     Step("torchao", "torchao", 100, ("env",)),
-    Step("package", "package", 600),
+    Step("package", "package", 800),
     Step("test-1", "test-1 TRANSPORT=p2p", 40),
     Step("test-8", "test-8", 120),
     # 2, 3 and 4 have both transports.
