@@ -152,3 +152,12 @@ def test_the_dashboard_asks_for_metrics_that_exist_and_the_page_has_all_of_them(
     assert asked <= names, asked - names
     page = (DOCS / "watching.md").read_text()
     assert not [name for name in names if f"`{name}`" not in page]
+
+
+@pytest.mark.parametrize(
+    ("setting", "where", "is_otlp"),
+    [("", "", False), (":9464", ":9464", False), ("otlp", "", True), (":9464,otlp", ":9464", True),
+     ("otlp, /m/a.prom", "/m/a.prom", True), ("/m/otlp", "/m/otlp", False)],
+)  # fmt: skip
+def test_one_setting_names_prometheus_and_opentelemetry(setting: str, where: str, is_otlp: bool) -> None:
+    assert metrics.targets_of(setting) == (where, is_otlp)
