@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import secrets
 import select
 import signal
@@ -39,7 +38,7 @@ from .kernel_evidence import KernelEvidence
 from .launcher_variables import KEPT, SEED, without_rank
 from .lines import Connection
 from .own_process import end_with, running
-from .rendezvous import ports_of
+from .rendezvous import free_port
 
 LARGEST_NBYTES = 1 << 24
 """Largest size of a message, in both directions."""
@@ -57,7 +56,6 @@ _LINE_NBYTES = 1 << 20  # longer lines are passed on in pieces
 _LAST_NBYTES = 1 << 16  # of stderr, which may say why a rank failed
 _RANK_NBYTES = 1 << 16  # largest size of a message of a rank
 _STRANGERS = 1 << 9  # connections that have not said which rank they are: all ranks of a node may connect at once
-_PORTS, _TRIES = range(10_000, 32_000), 100  # below the ports that a kernel gives to connections
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _PASSED_ON = _SIGNALS[:-1]
 
@@ -245,7 +243,7 @@ class RankProcesses:
             case {"do": "start", "id": int(number)}:
                 self._run.send({"id": number, **self._start(order)})
             case {"do": "port", "id": int(number), "used": list(used)}:
-                self._run.send({"id": number, "is": _free_port(used)})
+                self._run.send({"id": number, "is": free_port(used)})
             case {"do": "signal", "number": int(number), "names": list(names)}:
                 self._signal(number, names, "`mlflash run`")
             case {"do": "tell", "name": str(name), "message": dict(message)}:
@@ -501,22 +499,3 @@ def _cores(environment: dict[str, str]) -> list[int]:
 def _kill_group(group: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
-
-
-def _free_port(used: Collection[int]) -> int:
-    """A port on which nobody listens here now, and neither on the ports that mlflash derives from it."""
-    port = 0
-    for _ in range(_TRIES):
-        port = random.choice(_PORTS)
-        if port not in used and all(map(_is_free, (port, *ports_of(port)))):
-            break
-    return port
-
-
-def _is_free(port: int) -> bool:
-    try:
-        with socket.socket() as sock:
-            sock.bind(("", port))
-    except OSError:
-        return False
-    return True

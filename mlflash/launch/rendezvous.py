@@ -24,12 +24,13 @@ import datetime
 import functools
 import hmac
 import os
+import random
 import secrets
 import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ TOKEN = "MLFLASH_TOKEN"
 """The variable with the secret that only one user knows, on all nodes. Its value is the same on all ranks."""
 _TOKEN_FILE = "token"
 _PORTS = 16
+_LISTENING, _TRIES = range(10_000, 32_000), 100  # below the ports that a kernel gives to connections
 _BELOW = 7000
 """How far the ports are below MASTER_PORT, which usually is 29500. Jobs of a host count upward from there, toward the
 ports that the kernel gives to connections."""
@@ -191,6 +193,25 @@ def ports_of(port: int) -> range:
     first = port - _BELOW if port - _BELOW > _LAST_RESERVED else port + 1
     first = min(first, 65536 - _PORTS)
     return range(first, first + _PORTS)
+
+
+def free_port(used: Collection[int] = ()) -> int:
+    """A port on which nobody listens here now, and neither on the ports that mlflash derives from it."""
+    port = 0
+    for _ in range(_TRIES):
+        port = random.choice(_LISTENING)
+        if port not in used and all(map(_is_free, (port, *ports_of(port)))):
+            break
+    return port
+
+
+def _is_free(port: int) -> bool:
+    try:
+        with socket.socket() as sock:
+            sock.bind(("", port))
+    except OSError:
+        return False
+    return True
 
 
 # A file

@@ -14,7 +14,6 @@ import re
 import resource
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,7 @@ from ..config import DISABLE, is_enabled, unknown_variables
 from ..errors import LaunchFailed, MlflashError, UnsafePath, WorldMismatch, pip_install, text_of
 from ..launch.courier_mpi import LIBRARY
 from ..launch.launcher_variables import Launched, as_torchrun, without_rank
-from ..launch.rendezvous import meeting_of
+from ..launch.rendezvous import free_port, meeting_of
 from ..memory import node_directory
 from ..memory.disk_slot import MOST_BUSY, DiskFile, aligned
 from ..memory.memory_limits import MEMORY_KINDS, available, headroom, mapped_files, mounted, other_files
@@ -277,9 +276,7 @@ def couriers_here(_: object) -> Iterator[Finding]:
 def try_couriers(environment: Mapping[str, str], memory: str) -> Finding:
     """Let two ranks on this host save with couriers that no launcher started. Not collective."""
     start = time.monotonic()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with (
         tempfile.TemporaryDirectory(prefix="mlflash-doctor-", dir=memory, ignore_cleanup_errors=True) as own_memory,
         open(os.path.join(own_memory, "output"), "w+") as output,
