@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from mlflash import __version__
+from mlflash.tools.bench_report import cpu
 
 from .aims import AIMS
 from .launch import HOME
@@ -37,7 +38,7 @@ class Result(NamedTuple):
 def machine() -> dict[str, Any]:
     """Return the part of the header that is the same for all questions."""
     return {"mlflash": __version__, "commit": _commit(), "python": platform.python_version(),
-            "torch": torch.__version__, "numpy": np.__version__, "cpu": _cpu(), "cpus": os.cpu_count(),
+            "torch": torch.__version__, "numpy": np.__version__, "cpu": cpu(), "cpus": os.cpu_count(),
             "when": datetime.date.today().isoformat()}  # fmt: skip
 
 
@@ -48,13 +49,6 @@ def _commit() -> str:
         return subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=30).stdout.strip()
     except OSError:
         return ""
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":")[1].strip()
-    return platform.machine()
 
 
 def keep(path: Path, header: Mapping[str, Any], rows: Sequence[Row]) -> None:

@@ -26,7 +26,7 @@ from ..config import DISABLE, Config
 from ..errors import LaunchFailed, MlflashError
 from ..launch.interfaces import own_address
 from ..launch.launcher_variables import as_torchrun, without_rank
-from ..launch.rendezvous import TOKEN
+from ..launch.rendezvous import TOKEN, free_port
 from ..memory.memory_limits import available
 from ..mpi.fabric import between_nodes
 from ..mpi.world import World
@@ -188,10 +188,10 @@ class Bench:
         answers = self._launch({"task": "fabric", "repetitions": _REPETITIONS, "peer": peer}, runs_mpi=True)
         samples, nbytes = answers[0]["samples"], answers[0]["nbytes"]
         self.report["fabric"] |= self._clean({name: answers[0][name] for name in ("library", "device")})
-        self._add("memcpy", samples["memcpy"], "", [], nbytes)
+        self._add(figure("memcpy", samples["memcpy"], "", [], nbytes))
         for name in ("Send/Recv", "Put"):
-            self._add(f"{name} to another node", samples[name], "memcpy", samples["memcpy"], nbytes)
-            self._add(f"{name} of 8 bytes", samples[f"{name} latency"], "", [], 8)
+            self._add(figure(f"{name} to another node", samples[name], "memcpy", samples["memcpy"], nbytes))
+            self._add(figure(f"{name} of 8 bytes", samples[f"{name} latency"], "", [], 8))
 
     def _saves(self, scheme: str, transport: str) -> None:
         """Time saves and restores, then kill all ranks, delete the memory of the last nodes, and restore again."""
@@ -207,7 +207,8 @@ class Bench:
             ("commit", "memcpy"),
             ("restore in place", "memcpy before restore"),
         ):
-            self._add(what, samples[what.split()[0]], "memcpy", samples[yardstick], self._nbytes, scheme, transport)
+            taken = samples[what.split()[0]]
+            self._add(figure(what, taken, "memcpy", samples[yardstick], self._nbytes, scheme, transport))
         if not losses:
             return
         rounds = []
@@ -220,8 +221,8 @@ class Bench:
             if rounds:  # some may have failed
                 times = {what: [value for samples in rounds for value in samples[what]] for what in rounds[0]}
                 what = f"restore after {losses} lost node{'s' * (losses > 1)}"
-                self._add(what, times["restore"], "memcpy", times["memcpy"], self._nbytes, scheme, transport)
-                self._add("connect after a kill", times["connect"], "", [], 0, scheme, transport)
+                self._add(figure(what, times["restore"], "memcpy", times["memcpy"], self._nbytes, scheme, transport))
+                self._add(figure("connect after a kill", times["connect"], "", [], 0, scheme, transport))
 
     def _kept(self) -> None:
         """Kill one of two ranks under `mlflash run --keep-alive` on the first node, where a third process waits."""
@@ -237,7 +238,7 @@ class Bench:
             error = str(problem)
         error = self._tell(error)
         if seconds:
-            self._add("killed rank until the next step is saved", seconds, "memcpy", memcpy, 0, "none")
+            self._add(figure("killed rank until the next step is saved", seconds, "memcpy", memcpy, 0, "none"))
         if error:
             raise LaunchFailed(error)
 
@@ -281,9 +282,8 @@ class Bench:
         for name in ("eager", "lazy"):
             beside = samples[f"device to host before {name}"]
             for what in ("stall", "commit"):
-                self._add(
-                    f"{device}, {name} {what}", samples[f"{name} {what}"], "device to host", beside, nbytes, "none"
-                )
+                taken = samples[f"{name} {what}"]
+                self._add(figure(f"{device}, {name} {what}", taken, "device to host", beside, nbytes, "none"))
 
     # How ranks are started, and end
 
@@ -303,7 +303,7 @@ class Bench:
         """
         start = time.monotonic()
         left_s = self._tell(min(_TRIAL_S, self._deadline - time.monotonic()))
-        meets = self._tell((own_address(self._between == "one host", os.environ), _free_port(), secrets.token_hex(16)))
+        meets = self._tell((own_address(self._between == "one host", os.environ), free_port(), secrets.token_hex(16)))
         started = [] if alone and self._world.rank else [0] if alone else self._mine
         with tempfile.TemporaryDirectory(prefix="launch-", dir=self._top) as folder, contextlib.ExitStack() as stack:
             ranks = [
@@ -316,7 +316,10 @@ class Bench:
                 f"{named([number])}: {answer}" for number, answer in enumerate(answers) if isinstance(answer, str)
             ]
             for rank in ranks:
-                rank.kill() if lost or failed else rank.tell_to_end()
+                if lost or failed:
+                    rank.kill()
+                else:
+                    rank.tell_to_end()
             for rank in ranks:
                 rank.wait_for_end()
         self._gather(None)  # all ranks have ended
@@ -372,17 +375,8 @@ class Bench:
         self._gather(None)
         self._write()
 
-    def _add(
-        self,
-        what: str,
-        seconds: Sequence[float],
-        beside: str,
-        beside_s: Sequence[float],
-        nbytes: int,
-        redundancy: str = "",
-        transport: str = "",
-    ) -> None:
-        self.report["figures"].append(figure(what, seconds, beside, beside_s, nbytes, redundancy, transport))
+    def _add(self, made: dict[str, Any]) -> None:
+        self.report["figures"].append(made)
 
     def _not_run(self, what: str, why: str) -> None:
         self.report["not_run"].append({"what": what, "why": self._clean(why)})
@@ -453,9 +447,3 @@ class _Rank(contextlib.AbstractContextManager["_Rank"]):
         """Kill it by SIGKILL."""
         self._process.kill()
         self._process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])

@@ -52,7 +52,7 @@ def machine(memory: str) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = ""
     return {
-        "cpu": _field("/proc/cpuinfo", "model name") or platform.machine(), "cores": os.cpu_count(),
+        "cpu": cpu(), "cores": os.cpu_count(),
         "cores_allowed": len(os.sched_getaffinity(0)),
         "numa_nodes": len([*Path("/sys/devices/system/node").glob("node[0-9]*")]),
         "ram_nbytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -92,9 +92,10 @@ def _read(path: str) -> str:
         return ""
 
 
-def _field(path: str, name: str) -> str:
-    found = re.search(rf"^{name}\s*:\s*(.*)$", _read(path), re.MULTILINE)
-    return found[1].strip() if found else ""
+def cpu() -> str:
+    """The model of this host's processors."""
+    found = re.search(r"^model name\s*:\s*(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return found[1].strip() if found and found[1].strip() else platform.machine()
 
 
 def fabric_variables(environment: Mapping[str, str]) -> dict[str, str]:
