@@ -146,9 +146,9 @@ def test_a_save_keeps_no_memory_and_takes_little_for_a_while(options: dict[str, 
                 peak = tracemalloc.get_traced_memory()[1]
                 assert peak - before < 200 << 10, "a save of 200 tensors takes more than 200 KiB of Python's memory"
             ckpt.steps()
-            gc.collect()
 
             def is_as_before() -> bool:  # at some moment: a thread that receives has a buffer of 64 KiB for a while
+                gc.collect()  # at each look: a thread that ends its part of a save fills Python's free lists
                 return tracemalloc.get_traced_memory()[0] - before < 4 << 10
 
             until_true(is_as_before, "the end of what saves leave behind", timeout_s=10)
