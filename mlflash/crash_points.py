@@ -12,7 +12,7 @@ POINTS = {
     "stage.begun": "a free slot is taken; it still holds an older step",
     "stage.unsealed": "the slot's old header is gone, nothing is copied yet",
     "stage.copied": "the state is in the slot, but for what is copied later",
-    "lazy.piece": "a piece of that was copied",
+    "lazy.piece": "a piece of that is copied next",
     "protect.announced": "all ranks know what comes",
     "room.begun": "a slot is too small, and not larger yet",
     "room.created": "the larger slot is there, its pages are not",

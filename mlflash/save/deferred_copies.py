@@ -91,8 +91,8 @@ class DeferredCopies:
             except IndexError:
                 return
             try:
-                piece()
                 reach("lazy.piece")
+                piece()
             except BaseException as error:
                 self._fail(StateError(f"the state could not be copied: {text_of(error)}"))
                 if not isinstance(error, Exception):  # from a signal handler, on the training thread

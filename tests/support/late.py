@@ -1,4 +1,4 @@
-"""Copies that saves have left for later, made as late as they may: the first piece at once, the rest by training."""
+"""Copies that saves have left for later, made as late as they may: when training waits for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WAITS = (DeferredCopies.hold_back, Snapshot.wait, concurrent.futures.Future.res
 
 
 def copy_late(came: Callable[[], object]) -> None:
-    """Copy only a first piece until training waits; ``came`` is called where an optimizer's step does."""
+    """Copy nothing of these until training waits; ``came`` is called for each piece for which a step waits."""
     training = threading.main_thread()
 
     def reached(point: str) -> None:
