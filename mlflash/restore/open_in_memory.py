@@ -16,6 +16,7 @@ import xxhash
 from ..channel.client import TrainerState
 from ..channel.describe_ranks import Described, gather_ranks
 from ..channel.wanted_parts import WantedPart, exchange, items
+from ..errors import MlflashError
 from ..memory.node_directory import file_number
 from ..memory.slot import Attempt, Slot
 from ..protect.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
@@ -101,12 +102,19 @@ class OpenInMemory:
         homes = {rank: file_number(home.slot.name) for rank, home in checkpoint.homes.items()}
         while True:
             asked: dict[int, list[WantedPart]] = {}
-            count = self._ranks.on_all(functools.partial(self._read_near, parts, asked))
-            courier = self._trainer.courier
-            is_intact = exchange(courier, self._ranks, checkpoint.attempt, homes, checkpoint.files, asked)
-            agreed = self._ranks.agree(all_of={"intact": is_intact, "through": count < _PARTS})
-            if agreed.through or not agreed.intact:
-                return bool(agreed.intact)
+            _, (most, is_through) = self._ranks.together_least(
+                functools.partial(self._read_near, parts, asked),
+                lambda count: [-count, count < _PARTS],
+                2,
+                lambda why: MlflashError(f"this rank could not read its parts: {why}"),
+            )
+            if most:  # of any rank
+                courier = self._trainer.courier
+                is_intact = exchange(courier, self._ranks, checkpoint.attempt, homes, checkpoint.files, asked)
+                if not self._ranks.all_of(is_intact):
+                    return False
+            if is_through:
+                return True
 
     def _read_near(self, wanted: Iterator[WantedPart], asked: dict[int, list[WantedPart]]) -> int:
         """Read what is on this node, and ask other ranks for the rest; return the number of parts asked for."""
