@@ -12,7 +12,6 @@ import copy
 import dataclasses
 import functools
 import itertools
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -249,19 +248,15 @@ def _views(ahead: StagedState) -> list[torch.Tensor]:
     ahead.uncheck()  # a planner may write to them
     layout = ahead.plan.layout
     payload = torch.from_numpy(ahead.slot.payload(layout.extents))
-    of_dtype: dict[torch.dtype, torch.Tensor] = {}
-    views = []
-    for entry in layout.entries[_FIRST:]:
-        dtype: torch.dtype = getattr(torch, entry.dtype)
-        if layout.is_shared(entry) or not entry.nbytes:  # another rank may store it, or it may be empty
-            views.append(torch.empty(entry.shape, dtype=dtype, device="meta" if entry.nbytes else "cpu"))
-            continue
-        if dtype not in of_dtype:
-            of_dtype[dtype] = payload.view(dtype)
-        strides = tuple(itertools.accumulate((*entry.shape[:0:-1],), operator.mul, initial=1))[::-1]
-        begin = entry.start // dtype.itemsize
-        views.append(of_dtype[dtype].as_strided(entry.shape, strides[: len(entry.shape)], begin))
-    return views
+    leaves = [*zip(layout.entries, layout.places, strict=True)][_FIRST:]
+    of_dtype = {name: payload.view(getattr(torch, name)) for name in {entry.dtype for entry, place in leaves if place}}
+    return [of_dtype[entry.dtype].as_strided(*place) if place else _unseen(entry) for entry, place in leaves]
+
+
+def _unseen(entry: Entry) -> torch.Tensor:
+    """A tensor that is empty, or that another rank may store."""
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    return torch.empty(entry.shape, dtype=dtype, device="meta" if entry.nbytes else "cpu")
 
 
 def _is_same(known: torch.Tensor | None, tensor: torch.Tensor) -> bool:

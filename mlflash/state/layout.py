@@ -10,7 +10,12 @@ the block table holds one checksum per block of the body. See docs/format.md.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import math
+import operator
 from collections.abc import Collection
+from typing import NamedTuple
 
 import msgspec
 
@@ -67,6 +72,14 @@ class Extents:
         return self.table_start + round_up(self.blocks * CHECK_NBYTES, PAGE_NBYTES)
 
 
+class Place(NamedTuple):
+    """Where a leaf lies in the payload, in elements of its dtype, row by row."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Where each leaf goes. ``entries[i]`` belongs to leaf i; tied leaves share an extent."""
@@ -79,6 +92,16 @@ class Layout:
 
     def is_shared(self, entry: Entry) -> bool:
         return entry.nbytes > 0 and entry.start >= self.extents.payload_nbytes
+
+    @functools.cached_property
+    def places(self) -> tuple[Place | None, ...]:
+        """Where each leaf lies. None: it is empty, or shared, so that another rank may store it."""
+        return tuple(None if self.is_shared(entry) or not entry.nbytes else _place(entry) for entry in self.entries)
+
+
+def _place(entry: Entry) -> Place:
+    strides = tuple(itertools.accumulate(entry.shape[:0:-1], operator.mul, initial=1))[::-1]
+    return Place(entry.shape, strides[: len(entry.shape)], entry.start // (entry.nbytes // math.prod(entry.shape)))
 
 
 def plan(flat: Flat, manifest_nbytes: int, shared: Collection[int] = ()) -> Layout:
