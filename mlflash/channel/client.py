@@ -344,6 +344,8 @@ class Client:
                 elif frame.number:
                     self._reply(frame)
                 elif (target := self._target_of(frame)) is not None:
+                    if frame.method == "ended":  # a save that was late; what else its job does has a new deadline
+                        self.late = None
                     getattr(target, frame.method)(*frame.args)
             except Exception as error:
                 log.exception("a call of the courier could not be processed")

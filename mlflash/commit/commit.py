@@ -132,6 +132,7 @@ def run(save: Save, state: CourierState, committed_now: Callable[[], None] = lam
         state.tell_trainer()  # before a caller that waits for the save continues
         skipped = SaveFailed("skipped: all slots of a rank were busy") if save.skipped else error
         save.trainer.ended(skipped, save.skipped)
+        state.world.renew_deadline()
     if error is not None:
         raise error
     if committed:
