@@ -7,6 +7,7 @@ own, over gloo. Import this before anything of Megatron.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import sys
@@ -100,6 +101,15 @@ with warnings.catch_warnings():
 VERSION = tuple(int(number) for number in megatron.core.__version__.split(".")[:2])
 CUT = "dp_reshardable"  # how the distributed optimizer cuts its state for a local checkpoint
 VOCABULARY, LENGTH = 128, 16
+
+
+def end_groups() -> None:
+    """End all process groups but the default one. No rank may need them any more."""
+    parallel_state.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()  # of what refers to them
 
 
 def _parallel(**sizes: Any) -> None:

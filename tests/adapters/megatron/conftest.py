@@ -10,10 +10,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import megatron_on_cpu
 import pytest
 from torch_jobs import COMM
 
 from mlflash.adapters.megatron import LocalCheckpoints
+
+
+@pytest.fixture(autouse=True)
+def _own_groups() -> Iterator[None]:
+    """End the process groups of a test: each has threads that wake a hundred times a second, and there are many."""
+    yield
+    COMM.Barrier()  # no rank needs them any more
+    megatron_on_cpu.end_groups()
 
 
 @pytest.fixture
