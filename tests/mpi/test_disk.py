@@ -128,7 +128,9 @@ def test_damage_at_rest_on_a_disk_is_found_and_made_again(settings: dict[str, An
         assert COMM.allreduce(ckpt.report()["counts"].get("files made again", 0)) == 1
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, *(pytest.param(n, marks=pytest.mark.slow) for n in (errno.EIO, errno.EROFS))]
+)
 def test_if_the_disk_of_a_node_fails_its_copies_are_in_memory(
     settings: dict[str, Any], nodes: Nodes, replace: Callable[[str], None], number: int
 ) -> None:
@@ -209,7 +211,7 @@ def test_what_ranks_hold_alike_is_kept_on_the_disks(settings: dict[str, Any], no
             assert found == step and all(np.array_equal(state[name], alike[name] + step) for name in alike)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("number", [errno.ENOSPC, pytest.param(errno.EIO, marks=pytest.mark.slow)])
 def test_a_disk_that_fails_ends_the_history_and_no_save_after_that(
     settings: dict[str, Any], nodes: Nodes, replace: Callable[[str], None], number: int
 ) -> None:

@@ -119,8 +119,11 @@ def check_restored(settings: dict[str, Any], step: int, make: Callable[[], Train
         assert again.bits() == make().train(None, 1, step).bits()
 
 
-@pytest.mark.parametrize(("name", "waits"), [*((name, False) for name in OPTIMIZERS), ("AdamW", True),
-                                             ("AdamW, fused", True), ("SGD, nesterov, for each", True)])  # fmt: skip
+@pytest.mark.parametrize(("name", "waits"), [
+    *(pytest.param(name, False, marks=() if name.startswith(("AdamW", "SGD")) else pytest.mark.slow)
+      for name in OPTIMIZERS),
+    ("AdamW", True), ("AdamW, fused", True), ("SGD, nesterov, for each", True),
+])  # fmt: skip
 def test_the_newest_step_comes_back_and_goes_on_with_the_same_bits(
     settings: dict[str, Any], name: str, waits: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
