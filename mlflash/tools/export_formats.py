@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import json
 import math
@@ -14,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from ..errors import ConfigError, StateError
@@ -253,7 +253,7 @@ def write_dcp(whole: Whole, store: Store, file_nbytes: int = FILE_NBYTES) -> Wri
     files, written = [], {}
     for number, group in enumerate(groups):
         of_tensors, of_objects = [key for key in group if key in own], [key for key in group if key in objects]
-        pieces = [dataclasses.replace(own[key], name=key) for key in of_tensors]
+        pieces = [msgspec.structs.replace(own[key], name=key) for key in of_tensors]
         extras = {key: pickled(_object(whole, entries, keys.objects[key])) for key in of_objects}
         skeleton, places, _ = rank_file(pieces, [sources[own[key].name] for key in of_tensors], extras)
         name = f"__0_{number}.distcp"
